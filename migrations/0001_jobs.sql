@@ -1,0 +1,170 @@
+-- 0001 jobs
+-- Upgrade: The first schema. Creates empty tables; nothing of yours is read or locked.
+-- Breaking: no
+-- Transaction: yes
+
+-- A plain sequence and not an identity column: identity on a partitioned table needs PostgreSQL 17.
+create sequence {schema}.job_ids as bigint;
+
+create table {schema}.jobs (
+    id                  bigint      not null default pg_catalog.nextval('{schema}.job_ids'),
+    ready_at            timestamptz not null default pg_catalog.clock_timestamp(),
+    lease_expires_at    timestamptz,
+    lease_epoch         bigint      not null default 0,          -- rises with each claim, never otherwise
+    created_at          timestamptz not null default pg_catalog.clock_timestamp(),
+    finished_at         timestamptz,
+    cancel_requested_at timestamptz,
+    token               uuid,                                    -- of the claim that holds the lease
+    generation          integer     not null default 1,          -- 1 = as inserted, +1 with each replacement
+    attempts            integer     not null default 0,          -- judged failures
+    max_attempts        integer,                                 -- null = as the worker's kind says
+    evictions           integer     not null default 0,          -- leases that ran out since the last judged outcome
+    version             smallint    not null default 1,          -- of the payload's shape
+    class               smallint    not null default 0,          -- 0 fresh, 1 catch_up
+    priority            smallint    not null default 0,          -- smaller runs first
+    has_result          boolean     not null default false,      -- a row in results exists
+    state               text        not null default 'pending',
+    -- Collation "C": keys and revisions are compared byte by byte, and no update of the C library can damage an index.
+    kind                text collate "C" not null,
+    key                 text collate "C" not null,
+    revision            text collate "C" not null default '',    -- '' = none given
+    runner              text,
+    last_code           text,
+    payload             jsonb,
+    primary key (kind, id),
+    -- (key, kind) and not (kind, key): with kind in front, a plan made while the table was empty takes this index
+    -- for lookups by (kind, id) too, and then reads every row of the kind. ON CONFLICT (kind, key) finds it all the same.
+    constraint jobs_key unique (key, kind),
+    constraint jobs_state check (state in ('pending', 'succeeded', 'failed', 'cancelled')),
+    constraint jobs_lease check ((token is null) = (lease_expires_at is null) and (token is null or state = 'pending')),
+    constraint jobs_class check (class in (0, 1)),
+    constraint jobs_names check (kind <> '' and pg_catalog.octet_length(kind) <= 63
+        and key <> '' and pg_catalog.octet_length(key) <= 512 and pg_catalog.octet_length(revision) <= 128)
+)
+-- A claim, a renewal and a finish each write a new version of the row. Half-empty pages leave room for it on the same
+-- page, so that these updates stay HOT: measured 46 % against 2 % at the default, and a third less WAL.
+with (fillfactor = 50);
+
+-- What is claimable, in the order of claims. It holds no column that a claim or a renewal changes: that keeps them HOT.
+create index jobs_ready on {schema}.jobs (kind, class, priority, ready_at, id) where state = 'pending';
+
+-- What has ended, oldest first: retention, and the lists and counts of failed jobs.
+create index jobs_ended on {schema}.jobs (kind, state, finished_at) where state <> 'pending';
+
+create table {schema}.results (
+    finished_at timestamptz not null,
+    kind        text collate "C" not null,
+    key         text collate "C" not null,
+    revision    text collate "C" not null,
+    value       jsonb       not null,
+    primary key (key, kind)
+);
+
+create table {schema}.runners (
+    seen_at     timestamptz not null,
+    started_at  timestamptz not null,
+    runner      text        not null,   -- one process
+    kind        text collate "C" not null,
+    release     text        not null,
+    status      jsonb       not null,
+    primary key (runner, kind)
+)
+with (fillfactor = 50);
+
+-- The derived state, defined once: what every list and count shows.
+create view {schema}.job_states as
+select j.kind, j.key, j.id, j.revision, j.generation,
+       case when j.state <> 'pending' then j.state
+            when j.token is not null and j.lease_expires_at <= pg_catalog.clock_timestamp() then 'expired'
+            when j.token is not null and j.cancel_requested_at is not null then 'cancelling'
+            when j.token is not null then 'running'
+            when j.ready_at > pg_catalog.clock_timestamp() then 'scheduled'
+            else 'ready' end as state,
+       j.class, j.priority, j.attempts, j.max_attempts, j.evictions, j.last_code, j.runner,
+       j.ready_at, j.lease_expires_at, j.created_at, j.finished_at
+from {schema}.jobs j;
+
+-- Enqueue from SQL: triggers, psql, other languages. The same rules as App.enqueue, one job a call, in your transaction.
+-- Locks: the row of (kind, key) until you commit, and only if it changes. `wake` sends a NOTIFY at your commit, which
+-- makes busy committers wait for each other: leave it off where many commit, workers find the job within a second anyway.
+create function {schema}.enqueue(
+    kind text, payload jsonb default 'null', key text default null, revision text default null,
+    delay interval default '0', priority integer default 0, urgency text default 'fresh',
+    if_pending text default 'replace', wake boolean default false, out job_key text, out status text
+)
+language plpgsql
+set search_path = pg_catalog, pg_temp
+as $enqueue$
+#variable_conflict use_column
+declare
+    want    {schema}.jobs;
+    seen    {schema}.jobs;
+    put     {schema}.jobs;
+    random  text := gen_random_uuid()::text;
+    millis  text := lpad(to_hex((extract(epoch from clock_timestamp()) * 1000)::bigint), 12, '0');
+begin
+    if enqueue.kind is null or enqueue.kind !~ '^[A-Za-z0-9_.:-]{1,63}$' then
+        raise exception 'pgworker: kind must match [A-Za-z0-9_.:-]{1,63}' using errcode = 'invalid_parameter_value';
+    elsif octet_length(enqueue.key) not between 1 and 512 then
+        raise exception 'pgworker: key must have 1 to 512 bytes' using errcode = 'invalid_parameter_value';
+    elsif octet_length(enqueue.revision) not between 1 and 128 then
+        raise exception 'pgworker: revision must have 1 to 128 bytes' using errcode = 'invalid_parameter_value';
+    elsif enqueue.revision is not null and enqueue.key is null then
+        raise exception 'pgworker: a revision needs a key' using errcode = 'invalid_parameter_value';
+    elsif coalesce(enqueue.urgency, '') not in ('fresh', 'catch_up') then
+        raise exception 'pgworker: urgency must be fresh or catch_up' using errcode = 'invalid_parameter_value';
+    elsif coalesce(enqueue.if_pending, '') not in ('replace', 'keep') then
+        raise exception 'pgworker: if_pending must be replace or keep' using errcode = 'invalid_parameter_value';
+    end if;
+
+    want.kind := enqueue.kind;
+    want.revision := coalesce(enqueue.revision, '');
+    want.class := (enqueue.urgency = 'catch_up')::int;
+    -- An event has no key of its own: a time-ordered UUID (version 7) keeps the index compact.
+    want.key := coalesce(enqueue.key, substr(millis, 1, 8) || '-' || substr(millis, 9) || '-7' || substr(random, 16));
+    job_key := want.key;
+
+    for round in 1 .. 5 loop
+        select j.* into seen from {schema}.jobs j where j.kind = want.kind and j.key = want.key;
+        if found and seen.revision = want.revision and want.revision <> '' then
+            if want.class < seen.class and seen.state = 'pending' and seen.token is null then
+                update {schema}.jobs j set class = want.class
+                where j.kind = want.kind and j.id = seen.id and j.revision = want.revision and j.state = 'pending';
+            end if;
+            status := 'unchanged';
+            return;
+        elsif found and seen.state = 'pending' and enqueue.if_pending = 'keep' then
+            status := 'kept';
+            return;
+        end if;
+
+        insert into {schema}.jobs as j (kind, key, revision, class, priority, ready_at, payload)
+        values (want.kind, want.key, want.revision, want.class, enqueue.priority,
+                clock_timestamp() + coalesce(enqueue.delay, '0'), coalesce(enqueue.payload, 'null'))
+        on conflict (kind, key) do update set
+            revision = excluded.revision, generation = j.generation + 1, payload = excluded.payload, version = 1,
+            class = case when j.state = 'pending' then least(j.class, excluded.class) else excluded.class end,
+            priority = excluded.priority, max_attempts = null, ready_at = excluded.ready_at,
+            state = 'pending', attempts = 0, evictions = 0, last_code = null, cancel_requested_at = null, finished_at = null,
+            token = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp() then j.token end,
+            lease_expires_at = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp()
+                                    then j.lease_expires_at end,
+            runner = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp() then j.runner end
+        where (j.revision <> excluded.revision or excluded.revision = '')
+          and (enqueue.if_pending = 'replace' or j.state <> 'pending')
+        returning j.* into put;
+        if found then
+            status := case when put.generation = 1 then 'created'
+                           when seen.state <> 'pending' then 'requeued'
+                           when put.token is null and (seen.token is not null or put.lease_epoch <> seen.lease_epoch) then 'superseded'
+                           else 'replaced' end;
+            if enqueue.wake and put.ready_at <= clock_timestamp() then
+                perform pg_notify({channel}, 'r:' || want.kind);
+            end if;
+            return;
+        end if;
+        -- Another transaction has just put the same revision (or, with keep, any pending work): look again.
+    end loop;
+    raise exception 'pgworker: (kind, key) kept changing while it was enqueued; try again' using errcode = 'serialization_failure';
+end
+$enqueue$;

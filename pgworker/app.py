@@ -1,0 +1,355 @@
+"""The front door: the registry of kinds, enqueue in all its forms, and the worker."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Any, Literal, TypeVar
+
+import psycopg
+from psycopg.pq import TransactionStatus
+
+from pgworker.client import PutMany, put_jobs
+from pgworker.config import Settings, connect_options
+from pgworker.db import AsyncConnection, Database, Flow, SyncConnection, SyncDatabase, drive, drive_sync, send, send_sync
+from pgworker.errors import ConfigError, PgworkerError, UnknownKind
+from pgworker.events import Events
+from pgworker.hints import Hints
+from pgworker.job import Enqueued, IfPending, NewJob, Urgency
+from pgworker.kind import Apply, Handler, Kind, declare_kind, handled_kind
+from pgworker.middleware import Middleware
+from pgworker.policy import STORE_TIMEOUT, Lease, Policy, PolicyOptions, Stop, make_policy
+from pgworker.retry import Backoff
+from pgworker.worker import Worker
+
+H = TypeVar("H", bound=Handler)
+T = TypeVar("T")
+
+_CONNECTIONS = 4
+
+
+class App:
+    """The kinds of an application and its door to the jobs table.
+
+    Making one connects to nothing: the DSN is looked up (argument, else PGWORKER_DSN) and pools are opened at first use,
+    one for each event loop and process, so that a fork or a second loop shares no socket. `async with app` closes them.
+    """
+
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        schema: str | None = None,
+        listen_dsn: str | None = None,
+        middleware: Sequence[Middleware] = (),
+    ) -> None:
+        self._given = (dsn, schema, listen_dsn)
+        self._settings: Settings | None = None
+        self._kinds: dict[str, Kind] = {}
+        self._middleware = tuple(middleware)
+        self._databases: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[int, Database]]
+        self._databases = weakref.WeakKeyDictionary()
+        self._hints: Hints | None = None
+        self.events = Events()
+        self.sync = SyncApp(self)
+
+    # --- configuration ----------------------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> Settings:
+        """The effective settings. Raises ConfigError when no DSN was given and PGWORKER_DSN is not set."""
+        if self._settings is None:
+            dsn, schema, listen_dsn = self._given
+            self._settings = Settings.load(dsn, schema=schema, listen_dsn=listen_dsn)
+        return self._settings
+
+    def configure(self, *, dsn: str | None = None, schema: str | None = None, listen_dsn: str | None = None) -> None:
+        """Settings that win over those given to App, as the command line's do. Raises ConfigError after first use."""
+        if self._settings is not None:
+            msg = "the app is in use already: configure it before its first enqueue or run"
+            raise ConfigError(msg)
+        old_dsn, old_schema, old_listen_dsn = self._given
+        self._given = (dsn or old_dsn, schema or old_schema, listen_dsn or (old_listen_dsn if dsn is None else None))
+
+    @property
+    def kinds(self) -> dict[str, Kind]:
+        """The registered kinds by name, a copy."""
+        return dict(self._kinds)
+
+    def kind(  # noqa: PLR0913 - the options of a kind, by keyword
+        self,
+        name: str,
+        *,
+        preset: str = "standard",
+        batch: int | None = None,
+        window: timedelta | float | None = None,
+        concurrency: int | None = None,
+        max_attempts: int | None = None,
+        max_evictions: int | None = None,
+        timeout: timedelta | float | None = None,
+        poll: timedelta | float | None = None,
+        lease: Lease | None = None,
+        backoff: Backoff | None = None,
+        stop: Stop | None = None,
+        panic: Literal["retry", "permanent"] | None = None,
+        apply: Apply | None = None,
+        payload: object | None = None,
+        payload_limit: int | None = None,
+        version: int = 1,
+    ) -> Callable[[H], H]:
+        """Register a handler: `async def` runs in the event loop, `def` in a thread; with `batch` it gets a list of jobs.
+
+        Numbers for times are seconds. None and zero mean the preset's value; -1 for max_attempts and max_evictions means
+        no limit. `apply(connection, job, value)` makes the app's own writes in the transaction that completes the job.
+        Raises ConfigError for options that cannot work together.
+        """
+        policy = _policy(
+            preset,
+            {
+                "batch": batch,
+                "window": _duration(window),
+                "concurrency": concurrency,
+                "max_attempts": max_attempts,
+                "max_evictions": max_evictions,
+                "timeout": _duration(timeout),
+                "poll": _duration(poll),
+                "lease": lease,
+                "backoff": backoff,
+                "stop": stop,
+                "panic": panic,
+            },
+        )
+
+        def register(handler: H) -> H:
+            self._add(
+                handled_kind(
+                    name,
+                    policy,
+                    handler,
+                    batch=bool(batch),
+                    apply=apply,
+                    payload=payload,
+                    payload_limit=payload_limit,
+                    version=version,
+                )
+            )
+            return handler
+
+        return register
+
+    def declare(
+        self, name: str, *, payload: object = object, payload_limit: int | None = None, version: int = 1
+    ) -> None:
+        """Make a kind known that is enqueued here and handled elsewhere."""
+        policy = make_policy("standard", {})
+        self._add(declare_kind(name, policy, payload=payload, payload_limit=payload_limit, version=version))
+
+    def _add(self, kind: Kind) -> None:
+        if kind.name in self._kinds:
+            msg = f"kind {kind.name!r} is registered already"
+            raise ConfigError(msg)
+        self._kinds[kind.name] = kind
+
+    def _known(self, name: str) -> Kind:
+        if name not in self._kinds:
+            known = ", ".join(sorted(self._kinds)) or "none yet"
+            msg = f"unknown kind {name!r} (known: {known}); a kind handled elsewhere is made known by app.declare()"
+            raise UnknownKind(msg)
+        return self._kinds[name]
+
+    # --- enqueue ----------------------------------------------------------------------------------------------------
+
+    async def enqueue(  # noqa: PLR0913 - the options of a job, by keyword
+        self,
+        kind: str,
+        payload: object = None,
+        *,
+        key: str | None = None,
+        revision: str | None = None,
+        delay: timedelta | None = None,
+        ready_at: datetime | None = None,
+        priority: int = 0,
+        urgency: Urgency = "fresh",
+        max_attempts: int | None = None,
+        if_pending: IfPending = "replace",
+        conn: AsyncConnection | None = None,
+    ) -> Enqueued:
+        """Enqueue one job: in a transaction of its own, or in that of `conn`, a psycopg.AsyncConnection.
+
+        Raises PayloadError or ConfigError before anything is sent, UnknownKind, and psycopg.Error as it comes. Locks the
+        job's row, if it changes, until the transaction ends. When cancelled, the job may or may not have been enqueued.
+        """
+        job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
+        return (await self.enqueue_many(kind, [job], if_pending=if_pending, conn=conn))[0]
+
+    async def enqueue_many(
+        self,
+        kind: str,
+        jobs: Sequence[NewJob],
+        *,
+        if_pending: IfPending = "replace",
+        conn: AsyncConnection | None = None,
+    ) -> list[Enqueued]:
+        """Enqueue jobs of one kind, all or none, in one statement; the answers are in the order of the jobs."""
+        flow = put_jobs(self.settings.tables, self._known(kind), jobs, if_pending=if_pending)
+        if conn is None:
+            put = await drive(flow, (await self._database()).run)
+        else:
+            given = _usable(conn, psycopg.AsyncConnection, "app.sync.enqueue")
+
+            async def run(statement: Any) -> Any:
+                return await send(given, statement)
+
+            put = await drive(flow, run)
+        return self._hint(kind, put, owned=conn is None)
+
+    def _hint(self, kind: str, put: PutMany, *, owned: bool) -> list[Enqueued]:
+        """Wake the workers once the transaction has committed: our own has."""
+        if put.transaction is not None:
+            self.hints.ready(kind, transaction=None if owned else put.transaction)
+        return put.enqueued
+
+    @property
+    def hints(self) -> Hints:
+        """The process's sender of wake-ups."""
+        if self._hints is None:
+            settings = self.settings
+            self._hints = Hints(settings.dsn, connect_options("hints"), channel=settings.tables.channel)
+        return self._hints
+
+    async def _database(self) -> Database:
+        loop = asyncio.get_running_loop()
+        pid, database = self._databases.get(loop, (0, None))
+        if database is None or pid != os.getpid():
+            database = Database(self.settings.dsn, "enqueue", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
+            self._databases[loop] = (os.getpid(), database)
+            await database.open()
+        return database
+
+    async def run_flow(self, flow: Flow[T]) -> T:
+        """Run a flow of statements on the app's own pool, each in a transaction of its own."""
+        return await drive(flow, (await self._database()).run)
+
+    # --- work -------------------------------------------------------------------------------------------------------
+
+    def worker(self, kinds: Sequence[str] | None = None) -> Worker:
+        """A worker for these kinds, or for all that have a handler. Raises UnknownKind, ConfigError."""
+        names = [kind.name for kind in self._kinds.values() if kind.handler is not None] if kinds is None else kinds
+        chosen = [self._known(name) for name in dict.fromkeys(names)]
+        return Worker(self.settings, chosen, events=self.events, middleware=self._middleware)
+
+    async def run(self, kinds: Sequence[str] | None = None) -> None:
+        """Work until cancelled; then stop as the kinds' policies say. See Worker.run."""
+        await self.worker(kinds).run()
+
+    # --- lifetime ---------------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> App:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close this loop's pool and send what hints are left. The app may be used again afterwards."""
+        _, database = self._databases.pop(asyncio.get_running_loop(), (0, None))
+        if database is not None:
+            await database.close()
+        if self._hints is not None:
+            await asyncio.to_thread(self._hints.close)
+
+
+class SyncApp:
+    """The same front door for synchronous code: `app.sync.enqueue(...)`. Any thread may use it."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._database_of: tuple[int, SyncDatabase] | None = None
+
+    def enqueue(  # noqa: PLR0913 - the options of a job, by keyword
+        self,
+        kind: str,
+        payload: object = None,
+        *,
+        key: str | None = None,
+        revision: str | None = None,
+        delay: timedelta | None = None,
+        ready_at: datetime | None = None,
+        priority: int = 0,
+        urgency: Urgency = "fresh",
+        max_attempts: int | None = None,
+        if_pending: IfPending = "replace",
+        conn: SyncConnection | None = None,
+    ) -> Enqueued:
+        """As App.enqueue; `conn` is a psycopg.Connection."""
+        job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
+        return self.enqueue_many(kind, [job], if_pending=if_pending, conn=conn)[0]
+
+    def enqueue_many(
+        self,
+        kind: str,
+        jobs: Sequence[NewJob],
+        *,
+        if_pending: IfPending = "replace",
+        conn: SyncConnection | None = None,
+    ) -> list[Enqueued]:
+        """As App.enqueue_many."""
+        app = self._app
+        flow = put_jobs(app.settings.tables, app._known(kind), jobs, if_pending=if_pending)  # noqa: SLF001
+        if conn is None:
+            put = drive_sync(flow, self._database().run)
+        else:
+            given = _usable(conn, psycopg.Connection, "app.enqueue")
+            put = drive_sync(flow, lambda statement: send_sync(given, statement))
+        return app._hint(kind, put, owned=conn is None)  # noqa: SLF001
+
+    def run_flow(self, flow: Flow[T]) -> T:
+        """As App.run_flow."""
+        return drive_sync(flow, self._database().run)
+
+    def _database(self) -> SyncDatabase:
+        if self._database_of is None or self._database_of[0] != os.getpid():
+            dsn = self._app.settings.dsn
+            database = SyncDatabase(dsn, "enqueue", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
+            self._database_of = (os.getpid(), database)
+            database.open()
+        return self._database_of[1]
+
+    def close(self) -> None:
+        """Close the pool and send what hints are left. The app may be used again afterwards."""
+        if self._database_of is not None and self._database_of[0] == os.getpid():
+            self._database_of[1].close()
+        self._database_of = None
+        if self._app._hints is not None:  # noqa: SLF001 - the two halves of one front door
+            self._app._hints.close()  # noqa: SLF001
+
+
+def _usable(conn: object, wanted: type[T], other_door: str) -> T:
+    """The given connection, if it can carry an enqueue. Raises TypeError for another kind, PgworkerError for a dead one."""
+    if not isinstance(conn, wanted):
+        hint = f"; use {other_door} for it" if isinstance(conn, (psycopg.Connection, psycopg.AsyncConnection)) else ""
+        msg = f"conn must be a psycopg.{wanted.__name__} here, got {type(conn).__module__}.{type(conn).__name__}{hint}"
+        raise TypeError(msg)
+    if isinstance(conn, (psycopg.Connection, psycopg.AsyncConnection)):
+        if conn.closed:
+            msg = "this connection is closed"
+            raise PgworkerError(msg)
+        if conn.info.transaction_status == TransactionStatus.INERROR:
+            msg = "this connection's transaction has failed: roll it back before you enqueue in it"
+            raise PgworkerError(msg)
+    return conn
+
+
+def _duration(value: timedelta | float | None) -> timedelta | None:
+    return timedelta(seconds=value) if isinstance(value, (int, float)) else value
+
+
+def _policy(preset: str, options: dict[str, Any]) -> Policy:
+    given: PolicyOptions = {name: value for name, value in options.items() if value is not None}  # type: ignore[assignment]
+    return make_policy(preset, given)

@@ -1,0 +1,82 @@
+"""Takes ready jobs for one runner: surveys its lanes, claims from those that are due, refuses what is not a sound claim."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from uuid import UUID, uuid4
+
+import psycopg
+
+from pgworker.db import Database
+from pgworker.errors import PgworkerError
+from pgworker.job import Claim
+from pgworker.outcome import QUEUE_BATCH_LIMIT_EXCEEDED, QUEUE_CLAIM_FAILED, QUEUE_INVALID_CLAIM
+from pgworker.queue import Queue
+from pgworker.statements import Due
+
+
+class Taken(NamedTuple):
+    """What one round of claims brought. `full` tells that there may be more at once."""
+
+    claims: list[Claim]
+    sent_at: float
+    """Monotonic time before the first statement: no lease of the round is older."""
+    full: bool
+    due_in_seconds: float | None
+    """When the next job that is known comes due."""
+
+
+class ClaimRefused(PgworkerError):
+    """A round failed; `code` says how, `claims` are what it had taken and must be released."""
+
+    def __init__(self, code: str, error: str, claims: Sequence[Claim] = ()) -> None:
+        super().__init__(f"{code}: {error}")
+        self.code = code
+        self.error = error
+        self.claims = claims
+
+
+@dataclass(slots=True)
+class Claimer:
+    """The claims of one runner."""
+
+    queue: Queue
+    database: Database
+    runner: str
+
+    async def round(self, limit: int) -> Taken:
+        """Claim up to `limit` jobs over all lanes, in their order. Raises ClaimRefused; never waits for a row's lock."""
+        sent_at = time.monotonic()
+        claims: list[Claim] = []
+        try:
+            dues = await self.database.run(self.queue.survey())
+            for due in dues:
+                if len(claims) < limit and due.due_in_seconds is not None and due.due_in_seconds <= 0:
+                    claims += await self._claim(due, limit - len(claims))
+        except (psycopg.Error, TimeoutError) as error:
+            if not claims:
+                raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
+        waits = [due.due_in_seconds for due in dues if due.due_in_seconds is not None and due.due_in_seconds > 0]
+        return Taken(claims, sent_at, len(claims) == limit, min(waits, default=None))
+
+    async def _claim(self, due: Due, limit: int) -> list[Claim]:
+        token = uuid4()
+        claims = await self.database.run(
+            self.queue.claim(due.lane, limit=limit, token=token, runner=self.runner)
+        )
+        if len(claims) > limit:
+            raise ClaimRefused(QUEUE_BATCH_LIMIT_EXCEEDED, f"{len(claims)} jobs for a limit of {limit}", claims)
+        if not _sound(claims, token):
+            raise ClaimRefused(QUEUE_INVALID_CLAIM, "blank or repeated identity", claims)
+        return claims
+
+
+def _sound(claims: Sequence[Claim], token: UUID) -> bool:
+    """Whether each claim can be told from every other and is really ours."""
+    distinct = len({claim.id for claim in claims}) == len(claims)
+    return distinct and all(
+        claim.kind and claim.key and claim.token == token and claim.attempts >= 0 for claim in claims
+    )

@@ -1,0 +1,133 @@
+"""What an app asks of the jobs table: enqueue, and the operator's questions. Flows of statements; the app drives them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple, cast
+from uuid import UUID
+
+from pgworker.errors import ConfigError, PayloadError, PgworkerError
+from pgworker.job import URGENCIES, Enqueued, IfPending, NewJob
+from pgworker.kind import Kind
+from pgworker.payload import check_key, check_revision
+from pgworker.statements import Insert, Put, Statement, insert_jobs
+from pgworker.tablemap import TableMap
+
+_ROUNDS = 5
+_SMALLINT = 32_767
+
+
+class PutMany(NamedTuple):
+    """What an enqueue did, in the callers' order; `transaction` is the id of a transaction that wrote, if one did."""
+
+    enqueued: list[Enqueued]
+    transaction: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """The rows to insert, one for each key, and the key of each of the caller's jobs."""
+
+    keys: list[str]
+    rows: dict[str, Insert]
+
+
+def put_jobs(
+    tables: TableMap, kind: Kind, jobs: Sequence[NewJob], *, if_pending: IfPending
+) -> Generator[Statement[Any], Any, PutMany]:
+    """Enqueue jobs of one kind, in one statement as a rule.
+
+    Of jobs with equal keys the last wins, the earlier ones count as replaced. Raises PayloadError or ConfigError before
+    anything is sent. Locks: rows that change, until the transaction ends.
+    """
+    prepared = _prepare(kind, jobs)
+    if if_pending not in ("replace", "keep"):
+        msg = f"if_pending is 'replace' or 'keep', got {if_pending!r}"
+        raise ConfigError(msg)
+    puts: dict[str, Put] = {}
+    missing = list(prepared.rows.values())
+    for _ in range(_ROUNDS):
+        if not missing:
+            break
+        puts |= yield insert_jobs(tables, kind.name, missing, version=kind.version, keep=if_pending == "keep")
+        missing = [row for row in missing if row.key not in puts]
+    if missing:
+        msg = f"{len(missing)} keys of kind {kind.name!r} kept changing while they were enqueued; try again"
+        raise PgworkerError(msg)
+    transactions = [put.transaction for put in puts.values() if put.transaction]
+    return PutMany(_in_callers_order(kind, prepared, puts), transactions[0] if transactions else None)
+
+
+def _in_callers_order(kind: Kind, prepared: _Prepared, puts: dict[str, Put]) -> list[Enqueued]:
+    last = {key: index for index, key in enumerate(prepared.keys)}
+    enqueued: list[Enqueued] = []
+    for index, key in enumerate(prepared.keys):
+        put = puts[key]
+        status = put.status if last[key] == index else "replaced"
+        enqueued.append(Enqueued(kind.name, key, prepared.rows[key].revision or None, status, put.state))
+    return enqueued
+
+
+def _prepare(kind: Kind, jobs: Sequence[NewJob]) -> _Prepared:
+    keys: list[str] = []
+    rows: dict[str, Insert] = {}
+    for index, job in enumerate(jobs):
+        row = _row(kind, job, f" (job {index + 1} of {len(jobs)})" if len(jobs) > 1 else "")
+        keys.append(row.key)
+        rows[row.key] = row
+    return _Prepared(keys, rows)
+
+
+def _row(kind: Kind, job: NewJob, which: str) -> Insert:
+    """The row of one job. Raises PayloadError for values that may not be stored, ConfigError for options that clash."""
+    if job.key is not None:
+        check_key(job.key)
+    if job.revision is not None:
+        check_revision(job.revision)
+    _check_options(job, which)
+    try:
+        payload = kind.payload.encode(job.payload)
+    except PayloadError as error:
+        raise PayloadError(error.path, f"{error.reason} (payload of kind {kind.name!r}{which})") from None
+    return Insert(
+        key=job.key if job.key is not None else event_key(),
+        revision=job.revision or "",
+        urgency=URGENCIES[job.urgency],
+        priority=job.priority,
+        delay_seconds=job.delay.total_seconds() if job.delay is not None else 0.0,
+        ready_at=job.ready_at,
+        max_attempts=job.max_attempts,
+        payload=payload,
+    )
+
+
+def _check_options(job: NewJob, which: str) -> None:
+    problem = None
+    if job.revision is not None and job.key is None:
+        problem = "a revision says which version of a key's thing this is: give the key, too"
+    elif job.delay is not None and job.ready_at is not None:
+        problem = "give delay or ready_at, not both"
+    elif job.delay is not None and job.delay < timedelta(0):
+        problem = "a delay is not negative"
+    elif job.ready_at is not None and job.ready_at.tzinfo is None:
+        problem = "ready_at needs a time zone: datetime.now(UTC), not datetime.now()"
+    elif cast("str", job.urgency) not in URGENCIES:
+        problem = f"urgency is 'fresh' or 'catch_up', got {job.urgency!r}"
+    elif not -_SMALLINT <= job.priority <= _SMALLINT:
+        problem = f"priority is {-_SMALLINT} to {_SMALLINT}, got {job.priority}"
+    elif job.max_attempts is not None and job.max_attempts < 1:
+        problem = f"max_attempts is at least 1, got {job.max_attempts}"
+    if problem is not None:
+        raise ConfigError(problem + which)
+
+
+def event_key() -> str:
+    """A key for an event: a UUID of version 7, time-ordered so that the index of keys grows at its end only."""
+    value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10))
+    value = value & ~(0xF << 76) | 0x7 << 76
+    value = value & ~(0x3 << 62) | 0x2 << 62
+    return str(UUID(int=value))

@@ -1,0 +1,75 @@
+"""Where the database is and how to connect to it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypedDict
+
+from pgworker.errors import ConfigError
+from pgworker.tablemap import TableMap
+
+_CONNECT_TIMEOUT_SECONDS = 5
+_APPLICATION_NAME_BYTES = 63
+
+
+class ConnectOptions(TypedDict):
+    """libpq keywords that every connection of ours carries."""
+
+    application_name: str
+    connect_timeout: int
+    keepalives: int
+    keepalives_idle: int
+    keepalives_interval: int
+    keepalives_count: int
+    tcp_user_timeout: int
+    target_session_attrs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The effective configuration: the database, the direct connection for LISTEN, and the schema's tables."""
+
+    dsn: str
+    listen_dsn: str
+    tables: TableMap
+
+    @classmethod
+    def load(
+        cls,
+        dsn: str | None = None,
+        *,
+        schema: str | None = None,
+        listen_dsn: str | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> Settings:
+        """What was given, else PGWORKER_DSN, PGWORKER_LISTEN_DSN and PGWORKER_SCHEMA; raises ConfigError without a DSN."""
+        environ = os.environ if environ is None else environ
+        dsn = dsn or environ.get("PGWORKER_DSN")
+        if not dsn:
+            msg = "no database: set PGWORKER_DSN or pass --dsn (for example postgresql://user@host/database)"
+            raise ConfigError(msg)
+        return cls(
+            dsn=dsn,
+            listen_dsn=listen_dsn or environ.get("PGWORKER_LISTEN_DSN") or dsn,
+            tables=TableMap(schema or environ.get("PGWORKER_SCHEMA") or "pgworker"),
+        )
+
+
+def connect_options(role: str) -> ConnectOptions:
+    """Keywords for a connection with this role (`worker`, `listen`, `lease`, ...), shown in pg_stat_activity.
+
+    Keepalives notice a dead peer while we wait, tcp_user_timeout while our own bytes are unacknowledged: without both a
+    silent network loss hangs for minutes. A standby is never good enough: everything here writes.
+    """
+    return {
+        "application_name": f"pgworker {role}"[:_APPLICATION_NAME_BYTES],
+        "connect_timeout": _CONNECT_TIMEOUT_SECONDS,
+        "keepalives": 1,
+        "keepalives_idle": 5,
+        "keepalives_interval": 2,
+        "keepalives_count": 3,
+        "tcp_user_timeout": 10_000,
+        "target_session_attrs": "read-write",
+    }

@@ -1,0 +1,240 @@
+"""Run a statement, sync or async: the two drivers, their pools, and what an error of the database means."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from datetime import timedelta
+from typing import Any, LiteralString, TypeAlias, TypeVar, cast
+
+import anyio
+import psycopg
+from psycopg import errors as pg
+from psycopg.rows import tuple_row
+from psycopg_pool import AsyncConnectionPool, ConnectionPool
+
+from pgworker.config import connect_options
+from pgworker.statements import Row, Statement
+
+T = TypeVar("T")
+AsyncConnection: TypeAlias = psycopg.AsyncConnection[tuple[object, ...]]
+SyncConnection: TypeAlias = psycopg.Connection[tuple[object, ...]]
+
+SESSION = """
+set default_transaction_isolation = 'read committed';
+set default_transaction_read_only = off;
+set row_security = off;
+set jit = off;
+set enable_seqscan = off;
+set enable_bitmapscan = off;
+set enable_sort = off;
+set log_parameter_max_length_on_error = 0;
+set client_min_messages = warning;
+set statement_timeout = {timeout_ms};
+set idle_in_transaction_session_timeout = {timeout_ms}
+"""
+"""What every session of the runtime says for itself, whatever the role's or the database's defaults are.
+
+The fences rely on READ COMMITTED. Row security fails loudly instead of hiding rows. The planner settings pin the walk
+along jobs_ready on tables whose statistics are young or missing. Values never reach the server's log.
+"""
+
+_SERVER_MARGIN = timedelta(milliseconds=500)  # the server gives up first, so that it frees the locks as well
+
+
+def session_settings(deadline: timedelta) -> str:
+    """The SET commands for a session whose statements have this deadline."""
+    return SESSION.format(timeout_ms=int((deadline - _SERVER_MARGIN).total_seconds() * 1000))
+
+
+def is_outage(error: BaseException) -> bool:
+    """Whether the connection or the server failed, rather than the statement: worth another try on a new connection."""
+    if isinstance(error, (TimeoutError, psycopg.InterfaceError)):
+        return True
+    if not isinstance(error, psycopg.OperationalError):
+        return isinstance(error, pg.ReadOnlySqlTransaction)  # connected to a server that has become a standby
+    return error.sqlstate is None or error.sqlstate[:2] in ("08", "53", "57", "58")
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Whether the statement lost against another transaction and may be sent again as it is."""
+    return isinstance(error, (pg.SerializationFailure, pg.DeadlockDetected, pg.LockNotAvailable, pg.QueryCanceled))
+
+
+def is_data_error(error: BaseException) -> bool:
+    """Whether a value is at fault (SQLSTATE classes 22 and 23): the same statement would fail again."""
+    return isinstance(error, psycopg.Error) and (error.sqlstate or "")[:2] in ("22", "23")
+
+
+_CONFLICT_TRIES = 3
+
+
+def _pause_after_conflict(tried: int) -> float:
+    """Seconds to wait before sending again what lost against another transaction: short, growing, spread."""
+    return random.uniform(0.005, 0.02) * 2**tried  # noqa: S311 - spreads retries, guards nothing
+
+
+async def send(connection: AsyncConnection, statement: Statement[T]) -> T:
+    """Run a statement on this connection, whatever its cursor and row factories are; nothing is committed here."""
+    async with psycopg.AsyncCursor(connection, row_factory=tuple_row) as cursor:
+        await cursor.execute(statement.sql, statement.parameters)
+        rows = await cursor.fetchall() if cursor.description else []
+    return statement.read(cast("list[Row]", rows))
+
+
+def send_sync(connection: SyncConnection, statement: Statement[T]) -> T:
+    """As send, for a synchronous connection."""
+    with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
+        cursor.execute(statement.sql, statement.parameters)
+        rows = cursor.fetchall() if cursor.description else []
+    return statement.read(cast("list[Row]", rows))
+
+
+class Database:
+    """Statements of one event loop, each in a transaction of its own on a pooled connection.
+
+    Every call is shielded from cancellation and bounded by the deadline: a cancelled statement may still have been
+    committed, so it is seen through, and the caller looks at its cancellation afterwards.
+    """
+
+    def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int) -> None:
+        self.deadline = deadline
+        self._pool: AsyncConnectionPool[AsyncConnection] = AsyncConnectionPool(
+            dsn,
+            kwargs={**connect_options(role), "autocommit": True},
+            min_size=1,
+            max_size=connections,
+            open=False,
+            timeout=deadline.total_seconds(),
+            configure=self._configure,
+            check=None,
+            name=f"pgworker {role}",
+            reconnect_timeout=30,
+        )
+
+    async def _configure(self, connection: AsyncConnection) -> None:
+        await connection.execute(cast("LiteralString", session_settings(self.deadline)))
+
+    async def open(self) -> None:
+        """Start the pool; connections are made in the background."""
+        await self._pool.open(wait=False)
+
+    async def close(self) -> None:
+        """Close the pool's connections."""
+        await self._pool.close(timeout=1)
+
+    async def run(self, statement: Statement[T]) -> T:
+        """Run and commit one statement, three times if it loses a deadlock or a serialization conflict.
+
+        Raises psycopg.Error, or TimeoutError when the deadline passes.
+        """
+        with anyio.CancelScope(shield=True), anyio.fail_after(self.deadline.total_seconds()):
+            for tried in range(1, _CONFLICT_TRIES):
+                try:
+                    return await self._once(statement)
+                except (pg.SerializationFailure, pg.DeadlockDetected):
+                    await anyio.sleep(_pause_after_conflict(tried))
+            return await self._once(statement)
+
+    async def _once(self, statement: Statement[T]) -> T:
+        async with self._connection() as connection:
+            return await send(connection, statement)
+
+    @asynccontextmanager
+    async def transaction(self) -> AsyncIterator[AsyncConnection]:
+        """One transaction: committed at the end, rolled back by an exception; shielded and bounded like run."""
+        with anyio.CancelScope(shield=True), anyio.fail_after(self.deadline.total_seconds()):
+            async with self._connection() as connection, connection.transaction():
+                yield connection
+
+    @asynccontextmanager
+    async def _connection(self) -> AsyncIterator[AsyncConnection]:
+        async with self._pool.connection() as connection:
+            try:
+                yield connection
+            except pg.ReadOnlySqlTransaction:
+                await connection.close()  # a failover made this server a standby: the pool makes a new connection
+                raise
+
+
+class SyncDatabase:
+    """As Database, for threads."""
+
+    def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int) -> None:
+        self.deadline = deadline
+        self._pool: ConnectionPool[SyncConnection] = ConnectionPool(
+            dsn,
+            kwargs={**connect_options(role), "autocommit": True},
+            min_size=0,
+            max_size=connections,
+            open=False,
+            timeout=deadline.total_seconds(),
+            configure=self._configure,
+            name=f"pgworker {role}",
+            reconnect_timeout=30,
+        )
+
+    def _configure(self, connection: SyncConnection) -> None:
+        connection.execute(cast("LiteralString", session_settings(self.deadline)))
+
+    def open(self) -> None:
+        """Start the pool; connections are made when they are needed."""
+        self._pool.open(wait=False)
+
+    def close(self) -> None:
+        """Close the pool's connections."""
+        self._pool.close(timeout=1)
+
+    def run(self, statement: Statement[T]) -> T:
+        """As Database.run; without a connection it raises psycopg_pool.PoolTimeout."""
+        for tried in range(1, _CONFLICT_TRIES):
+            try:
+                return self._once(statement)
+            except (pg.SerializationFailure, pg.DeadlockDetected):
+                time.sleep(_pause_after_conflict(tried))
+        return self._once(statement)
+
+    def _once(self, statement: Statement[T]) -> T:
+        with self._connection() as connection:
+            return send_sync(connection, statement)
+
+    @contextmanager
+    def transaction(self) -> Iterator[SyncConnection]:
+        """One transaction: committed at the end, rolled back by an exception."""
+        with self._connection() as connection, connection.transaction():
+            yield connection
+
+    @contextmanager
+    def _connection(self) -> Iterator[SyncConnection]:
+        with self._pool.connection() as connection:
+            try:
+                yield connection
+            except pg.ReadOnlySqlTransaction:
+                connection.close()
+                raise
+
+
+Flow: TypeAlias = Generator[Statement[Any], Any, T]
+"""Several statements in a row, decided without I/O: yields each, is sent what it read, returns the end result."""
+
+
+async def drive(flow: Flow[T], run: Callable[[Statement[Any]], Awaitable[Any]]) -> T:
+    """Run a flow's statements one after the other, however `run` does that."""
+    try:
+        statement = next(flow)
+        while True:
+            statement = flow.send(await run(statement))
+    except StopIteration as end:
+        return cast("T", end.value)
+
+
+def drive_sync(flow: Flow[T], run: Callable[[Statement[Any]], Any]) -> T:
+    """As drive, for threads."""
+    try:
+        statement = next(flow)
+        while True:
+            statement = flow.send(run(statement))
+    except StopIteration as end:
+        return cast("T", end.value)

@@ -1,0 +1,67 @@
+"""Which system user runs the server: one's own, or as root (whom Postgres refuses) one that exists already."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from pgworker.errors import ConfigError
+
+_ROOT = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """The server's user; `switch` tells whether that is another than this process' own."""
+
+    name: str
+    uid: int
+    gid: int
+    switch: bool
+
+    @property
+    def user(self) -> int | None:
+        """For subprocess: the user to change to."""
+        return self.uid if self.switch else None
+
+    @property
+    def group(self) -> int | None:
+        """For subprocess: the group to change to."""
+        return self.gid if self.switch else None
+
+    @property
+    def extra_groups(self) -> list[int] | None:
+        """For subprocess: none of root's further groups."""
+        return [] if self.switch else None
+
+    def can_enter(self, folder: Path) -> bool:
+        """Try, as that user, whether a folder and all its parents let it in (permission bits alone do not tell)."""
+        tried = subprocess.run(
+            ["/bin/sh", "-c", 'cd -- "$1"', "sh", str(folder)],
+            user=self.user,
+            group=self.group,
+            extra_groups=self.extra_groups,
+            cwd="/",
+            capture_output=True,
+            check=False,
+        )
+        return tried.returncode == 0
+
+
+def server_account() -> Account:
+    """Find the user to run the server as; no user is ever created."""
+    if os.geteuid() != _ROOT:
+        return Account(str(os.geteuid()), os.geteuid(), os.getegid(), switch=False)
+    for name in ("postgres", "nobody"):
+        try:
+            entry = pwd.getpwnam(name)
+        except KeyError:
+            continue
+        if entry.pw_uid != _ROOT:
+            return Account(name, entry.pw_uid, entry.pw_gid, switch=True)
+    raise ConfigError(
+        "PostgreSQL does not run as root, and there is neither a user 'postgres' nor 'nobody': run as a plain user"
+    )

@@ -1,0 +1,29 @@
+"""Run an `async def` handler in the worker's own event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from pgworker.executors.results import raised, returned
+from pgworker.job import Job
+from pgworker.kind import Kind
+from pgworker.outcome import Result
+
+
+class InlineExecutor:
+    """Awaits the handler here. Cancelling cancels the handler; one that goes on regardless keeps its slot."""
+
+    async def execute(self, kind: Kind, jobs: Sequence[Job[object]]) -> Sequence[Result]:
+        """See Executor."""
+        assert kind.handler is not None  # noqa: S101 - the runner refuses kinds without one
+        try:
+            answer = await kind.handler(list(jobs) if kind.batch else jobs[0])
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            return raised(kind, error, len(jobs))  # the handler's own doing, nobody cancelled this task
+        except BaseException as error:  # noqa: BLE001 - handlers may raise anything, SystemExit included
+            return raised(kind, error, len(jobs))
+        return returned(kind, answer, len(jobs))

@@ -1,0 +1,74 @@
+"""From what a handler returned or raised to one result a job."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+from collections.abc import Sequence
+from typing import cast
+
+from pgworker.errors import PayloadError
+from pgworker.kind import Kind
+from pgworker.outcome import (
+    HANDLER_FAILED,
+    HANDLER_PANIC,
+    HANDLER_RESULT_COUNT,
+    RESULT_REJECTED,
+    Cancel,
+    Failed,
+    Park,
+    Pause,
+    Permanent,
+    Result,
+    Retry,
+    Returned,
+)
+
+_log = logging.getLogger("pgworker")
+_INSTRUCTIONS = (Retry, Permanent, Park, Pause, Cancel)
+_FRAMES = 12
+
+
+def returned(kind: Kind, answer: object, count: int) -> Sequence[Result]:
+    """The results of a call that returned; a batch's answer must be a list of as many as it got."""
+    if not kind.batch:
+        return [_one(kind, answer)]
+    if isinstance(answer, _INSTRUCTIONS):
+        return [answer] * count
+    if answer is None and kind.returns_nothing:
+        return [Returned(None, None)] * count
+    answers = cast("Sequence[object]", answer)
+    if not isinstance(answer, (list, tuple)) or len(answers) != count:
+        return [Failed(HANDLER_RESULT_COUNT, permanent=True)] * count
+    return [_one(kind, each) for each in answers]
+
+
+def _one(kind: Kind, answer: object) -> Result:
+    if isinstance(answer, _INSTRUCTIONS):
+        return answer
+    if answer is None:
+        return Returned(None, None)
+    try:
+        return Returned(kind.result.encode(answer), answer)
+    except PayloadError as error:
+        _log.warning("result rejected kind=%s path=%s reason=%s", kind.name, error.path, error.reason)
+        return Failed(RESULT_REJECTED, type(answer).__name__)
+
+
+def raised(kind: Kind, error: BaseException, count: int) -> Sequence[Result]:
+    """The results of a call that raised: a failure, or a panic for what is no Exception. Logs where, never what."""
+    panic = not isinstance(_innermost(error), (Exception, asyncio.CancelledError))
+    frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
+    where = " < ".join(f"{frame.filename}:{frame.lineno}:{frame.name}" for frame in reversed(frames))
+    name = type(_innermost(error)).__name__
+    _log.warning("handler raised kind=%s error=%s at %s", kind.name, name, where)
+    code = HANDLER_PANIC if panic else HANDLER_FAILED
+    return [Failed(code, name, permanent=panic and kind.policy.panic == "permanent")] * count
+
+
+def _innermost(error: BaseException) -> BaseException:
+    """The one exception of a group of one, however deeply task groups have wrapped it."""
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        error = cast("BaseException", error.exceptions[0])
+    return error

@@ -1,0 +1,136 @@
+"""A registered kind: its handler, how that is called, what its payload is, and its policy."""
+
+from __future__ import annotations
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeAlias, cast
+
+from pgworker.errors import ConfigError
+from pgworker.job import Job
+from pgworker.payload import DEFAULT_LIMIT_BYTES, Codec, check_kind, codec_for
+from pgworker.policy import Policy
+
+Handler: TypeAlias = Callable[[Any], Any]
+"""`def` or `async def`, taking a Job or, for a batch kind, a list of them."""
+Apply: TypeAlias = Callable[..., Any]
+"""`(connection, job, value)`, `def` or `async def` like its handler: the app's own writes of a completion."""
+
+_MAX_VERSION = 32_767  # a smallint column
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind as an app knows it; `handler` is None for a kind that is only enqueued here."""
+
+    name: str
+    policy: Policy
+    payload: Codec
+    handler: Handler | None = None
+    apply: Apply | None = None
+    batch: bool = False
+    is_async: bool = True
+    returns_nothing: bool = False
+    version: int = 1
+    result: Codec = field(default_factory=lambda: codec_for(object))
+
+    @property
+    def call_size(self) -> int:
+        """Most jobs in one call of the handler."""
+        return self.policy.batch if self.batch else 1
+
+    @property
+    def window(self) -> timedelta:
+        """How long a claim waits for more: only a batch has use for it."""
+        return self.policy.window if self.batch else timedelta(0)
+
+
+def declare_kind(name: str, policy: Policy, *, payload: object, payload_limit: int | None, version: int) -> Kind:
+    """A kind without a handler. Raises ConfigError for a name or version that cannot be stored."""
+    _check_version(version)
+    check_kind(name)
+    return Kind(name, policy, codec_for(payload, limit=payload_limit or DEFAULT_LIMIT_BYTES), version=version)
+
+
+def handled_kind(  # noqa: PLR0913 - the parts of a kind, by keyword
+    name: str,
+    policy: Policy,
+    handler: Handler,
+    *,
+    batch: bool,
+    apply: Apply | None,
+    payload: object | None,
+    payload_limit: int | None,
+    version: int,
+) -> Kind:
+    """A kind with a handler; the payload's type is read from its annotation unless it is given."""
+    _check_version(version)
+    check_kind(name)
+    is_async = inspect.iscoroutinefunction(handler)
+    if apply is not None and inspect.iscoroutinefunction(apply) != is_async:
+        msg = f"kind {name!r}: handler and apply must both be `async def` or both be `def` (apply shares its connection type)"
+        raise ConfigError(msg)
+    hints = _hints(name, handler)
+    annotated = _payload_type(name, hints, batch=batch)
+    wanted = payload if payload is not None else annotated
+    return Kind(
+        name,
+        policy,
+        codec_for(wanted, limit=payload_limit or DEFAULT_LIMIT_BYTES),
+        handler=handler,
+        apply=apply,
+        batch=batch,
+        is_async=is_async,
+        returns_nothing="return" in hints and hints["return"] is types.NoneType,
+        version=version,
+    )
+
+
+def _check_version(version: int) -> None:
+    if not 1 <= version <= _MAX_VERSION:
+        msg = f"a kind's version is 1 to {_MAX_VERSION}, got {version}"
+        raise ConfigError(msg)
+
+
+def _hints(name: str, handler: Handler) -> dict[str, object]:
+    """The handler's annotations, evaluated, with the first parameter's under the empty name."""
+    parameters = list(inspect.signature(handler).parameters.values())
+    if not parameters:
+        msg = f"kind {name!r}: a handler takes the job (or, with batch=, the list of jobs) as its argument"
+        raise ConfigError(msg)
+    try:
+        hints = typing.get_type_hints(handler)
+    except (NameError, TypeError) as error:
+        # A type that is not visible from the handler's module: it can be given as payload= instead.
+        if parameters[0].annotation is inspect.Parameter.empty:
+            return {}
+        msg = f"kind {name!r}: cannot evaluate the handler's annotations ({error}); define the types at module level"
+        raise ConfigError(msg) from error
+    if parameters[0].name in hints:
+        hints[""] = hints[parameters[0].name]
+    return cast("dict[str, object]", hints)
+
+
+def _payload_type(name: str, hints: dict[str, object], *, batch: bool) -> object:
+    """T of `Job[T]`, or of `list[Job[T]]` for a batch; object when it is not said."""
+    annotation = hints.get("", object)
+    if annotation is object or annotation is Any:
+        return object
+    inner = annotation
+    is_list = typing.get_origin(annotation) in (list, Sequence) or annotation is list
+    if is_list:
+        inner = (*typing.get_args(annotation), Job)[0]
+    if is_list != batch:
+        wanted = "list[Job[...]] (batch= was given)" if batch else "Job[...] (or give batch=)"
+        msg = f"kind {name!r}: the handler's argument must be {wanted}"
+        raise ConfigError(msg)
+    if inner is Job:
+        return object
+    if typing.get_origin(inner) is not Job:
+        msg = f"kind {name!r}: the handler's argument must be annotated as Job[...] or list[Job[...]]"
+        raise ConfigError(msg)
+    return typing.get_args(inner)[0]

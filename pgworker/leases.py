@@ -1,0 +1,156 @@
+"""Keeps the leases of a process alive: an OS thread with a connection of its own, so that a handler that blocks the event
+loop (but releases the interpreter) cannot lose its lease. It renews through a shutdown too, until the last handler ended."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import LiteralString, cast
+
+import psycopg
+
+from pgworker.config import Settings, connect_options
+from pgworker.db import SyncConnection, send_sync, session_settings
+from pgworker.job import Cause, Claim
+from pgworker.policy import Lease
+from pgworker.statements import renew_leases
+
+_log = logging.getLogger("pgworker")
+
+_BUSY_PAUSE_SECONDS = 0.03
+_ERROR_PAUSE_SECONDS = 0.5
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """One lease that this process holds. `guard` is the local monotonic time past which it must be taken for lost."""
+
+    claim: Claim
+    lease: Lease
+    guard: float
+    renew_at: float
+    stop: Callable[[Cause], None]
+    """Told once, from the keeper's thread, when the handler should stop."""
+    told: bool = False
+
+    def tell(self, cause: Cause) -> None:
+        """Tell the run that it should stop, once."""
+        if not self.told:
+            self.told = True
+            self.stop(cause)
+
+
+def _guard(lease: Lease, sent_at: float) -> float:
+    """When a lease that was asked for at `sent_at` may have ended: a little earlier, so that nobody runs beside its heir."""
+    ttl = lease.ttl.total_seconds()
+    return sent_at + ttl - min(1.0, ttl * 0.05)
+
+
+class LeaseKeeper:
+    """The leases held by this process. Any thread may hold and drop; `run` renews and `guard` watches, each in its thread."""
+
+    def __init__(self, settings: Settings, *, deadline: timedelta) -> None:
+        self._settings = settings
+        self._deadline = deadline
+        self._held: set[Held] = set()
+        self._changed = threading.Condition()
+        self._closed = False
+        self._connection: SyncConnection | None = None
+        self.renewals = 0
+        """Statements sent; for status and tests."""
+
+    def hold(self, claim: Claim, lease: Lease, *, sent_at: float, stop: Callable[[Cause], None]) -> Held:
+        """Keep this lease alive from now on; `sent_at` is the monotonic time at which its claim was sent."""
+        heartbeat = float("inf") if lease.heartbeat is None else lease.heartbeat.total_seconds()
+        held = Held(claim, lease, guard=_guard(lease, sent_at), renew_at=sent_at + heartbeat, stop=stop)
+        with self._changed:
+            self._held.add(held)
+            self._changed.notify_all()
+        return held
+
+    def drop(self, held: Held) -> None:
+        """Renew this lease no more: its job is settled, or given up."""
+        with self._changed:
+            self._held.discard(held)
+
+    def close(self) -> None:
+        """Let run return."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def run(self) -> None:
+        """Renew what is due, until closed. Blocks its thread; an outage is logged and tried again."""
+        try:
+            while (due := self._wait_for_due()) is not None:
+                self._renew(due)
+        finally:
+            self._disconnect()
+
+    def guard(self) -> None:
+        """Stop the runs whose lease may have ended, until closed. A thread of its own: run may hang in a dead network."""
+        with self._changed:
+            while not self._closed:
+                now = time.monotonic()
+                for held in [each for each in self._held if each.guard <= now]:
+                    self._held.discard(held)
+                    held.tell("lost")
+                next_at = min((each.guard for each in self._held), default=None)
+                self._changed.wait(None if next_at is None else max(0.001, next_at - now))
+
+    def _wait_for_due(self) -> list[Held] | None:
+        """The leases to renew now; None when closed."""
+        with self._changed:
+            while not self._closed:
+                now = time.monotonic()
+                if any(each.renew_at <= now for each in self._held):
+                    # Whatever comes due soon travels with it: one statement for all.
+                    return [each for each in self._held if each.renew_at <= now + _slack(each)]
+                next_at = min((each.renew_at for each in self._held), default=None)
+                self._changed.wait(None if next_at in (None, float("inf")) else max(0.001, next_at - now))
+            return None
+
+    def _renew(self, due: Sequence[Held]) -> None:
+        sent_at = time.monotonic()
+        leases = [(held.claim, held.lease.ttl.total_seconds()) for held in due]
+        try:
+            renewed = send_sync(self._connected(), renew_leases(self._settings.tables, leases))
+        except psycopg.Error as error:
+            _log.warning("renewal of %d leases failed, trying again: %s", len(due), type(error).__name__)
+            self._disconnect()
+            for held in due:
+                held.renew_at = sent_at + min(_ERROR_PAUSE_SECONDS, held.lease.ttl.total_seconds() / 10)
+            return
+        self.renewals += 1
+        for held in due:
+            answer = renewed[held.claim.id]
+            match answer.verdict:
+                case "done":
+                    held.guard = _guard(held.lease, sent_at)
+                    held.renew_at = sent_at + cast("timedelta", held.lease.heartbeat).total_seconds()
+                    if answer.cancel_requested:
+                        held.tell("cancel")
+                case "busy":  # somebody holds the row's lock, which says nothing about the lease
+                    held.renew_at = time.monotonic() + _BUSY_PAUSE_SECONDS
+                case "lost" | "expired":
+                    held.tell("lost")
+                    self.drop(held)
+
+    def _connected(self) -> SyncConnection:
+        if self._connection is None or self._connection.closed:
+            self._connection = psycopg.connect(self._settings.dsn, autocommit=True, **connect_options("lease"))
+            self._connection.execute(cast("LiteralString", session_settings(self._deadline)))
+        return self._connection
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def _slack(held: Held) -> float:
+    return 0.2 * held.lease.heartbeat.total_seconds() if held.lease.heartbeat is not None else 0.0

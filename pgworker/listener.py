@@ -1,0 +1,266 @@
+"""The LISTEN side: one connection a process whose notifications wake the runners; the poll finds whatever it misses.
+
+Payloads on the channel: `r:KIND` jobs of the kind are ready, `c:KIND` a cancel, new revision or pause concerns it,
+`d:KIND` results (nobody here waits for those), `p:...` a listener's question to itself. Anything else pokes everyone.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager, suppress
+from typing import TypeAlias
+
+import anyio
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import make_conninfo
+from psycopg.rows import TupleRow
+
+_log = logging.getLogger(__name__)
+
+_CONNECT_SECONDS = 30.0  # over all hosts of the DSN; each has its own connect_timeout
+_UNLISTEN_SECONDS = 1.0
+# No notification is worth waiting for the disk or a standby. The setting is local to the statement: behind a transaction
+# pooler a SET would turn off durability for a stranger.
+_NOTIFY = "select pg_catalog.set_config('synchronous_commit', 'off', true), pg_catalog.pg_notify(%s, %s)"
+
+_Connection: TypeAlias = psycopg.AsyncConnection[TupleRow]
+_Callback: TypeAlias = Callable[[], None]
+
+
+class Wake:
+    """An event that is set once however often it is asked for: a burst of hints is one wake-up.
+
+    Clear it *before* the claim and wait after it: a hint that comes between the two is then still there for the wait.
+    All methods belong to the event loop's thread.
+    """
+
+    def __init__(self) -> None:
+        self._event = anyio.Event()
+
+    def set(self) -> None:
+        """End the current wait, or else the next one."""
+        self._event.set()
+
+    def clear(self) -> None:
+        """Forget the hints so far; whoever waits already has been woken by them."""
+        if self._event.is_set():
+            self._event = anyio.Event()
+
+    async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109 - running out of time is an answer here, not an error
+        """Wait for a hint, at most so many seconds; True if there was one. Cancelling loses no hint."""
+        event = self._event
+        with anyio.move_on_after(timeout):
+            await event.wait()
+        return event.is_set()
+
+
+class _CannotHearError(Exception):
+    """The server answers, but notifications cannot reach this connection."""
+
+
+class _StandbyError(_CannotHearError):
+    """A server in recovery neither listens nor notifies; the next connection may find the new primary."""
+
+
+class Listener:
+    """Holds the LISTEN connection of a process, proves that it hears, and calls the subscribers.
+
+    `connect_kwargs` are libpq keywords and win over those in `conninfo`; keepalives and tcp_user_timeout belong there.
+    `reconnects` counts how often it has listened anew after the first time.
+    """
+
+    def __init__(
+        self,
+        conninfo: str,
+        connect_kwargs: Mapping[str, object],
+        *,
+        channel: str,
+        probe_interval: float = 30.0,
+        probe_timeout: float = 3.0,
+        first_delay: float = 0.1,
+        max_delay: float = 2.0,
+    ) -> None:
+        self.reconnects = 0
+        self._conninfo = make_conninfo(conninfo, **{name: str(value) for name, value in connect_kwargs.items()})
+        self._channel = channel
+        self._probe_interval = probe_interval
+        self._probe_timeout = probe_timeout
+        self._first_delay = first_delay
+        self._max_delay = max_delay
+        self._ready: dict[str, list[_Callback]] = {}
+        self._control: dict[str, list[_Callback]] = {}
+        self._healthy = False
+        self._probe = ""
+        self._sessions = 0
+        self._delay = first_delay
+        self._told: set[str] = set()
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the last probe came back: a reason to poll less often, never one to stop polling."""
+        return self._healthy
+
+    def subscribe(self, kind: str, wake: Callable[[], None]) -> None:
+        """Call `wake` in the loop's thread when jobs of the kind are ready, and when hints may have been missed."""
+        self._ready.setdefault(kind, []).append(wake)
+
+    def subscribe_control(self, kind: str, wake: Callable[[], None]) -> None:
+        """Call `wake` when holders of such jobs should verify their leases, and when hints may have been missed."""
+        self._control.setdefault(kind, []).append(wake)
+
+    async def run(self) -> None:
+        """Listen until cancelled, which closes the connection; an outage is logged once and outwaited, never raised."""
+        try:
+            while True:
+                longest = await self._session_until_lost()
+                pause = min(self._delay, longest)
+                self._delay = pause * 2
+                await anyio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads reconnects, guards nothing
+        finally:
+            self._healthy = False
+
+    async def _session_until_lost(self) -> float:
+        """One connection's life; returns the longest pause that makes sense before the next."""
+        longest = self._max_delay
+        try:
+            await self._session()
+        except _StandbyError:
+            self._tell_once("standby", "LISTEN reached a standby, which cannot listen; polling goes on, trying again")
+        except _CannotHearError:
+            # A pooler does not change its mind, so once a probe interval is often enough to ask.
+            longest = max(self._max_delay, self._probe_interval)
+            self._tell_once(
+                "deaf",
+                "notifications do not arrive channel=%s: most likely a transaction pooler lies between; "
+                "polling goes on. Set PGWORKER_LISTEN_DSN to a direct connection",
+                self._channel,
+            )
+        except (psycopg.Error, OSError) as error:
+            # Class and code only: the text of a database error may quote the connection string or values.
+            code = error.sqlstate if isinstance(error, psycopg.Error) else None
+            self._tell_once(
+                "unreachable",
+                "LISTEN connection lost or refused error=%s sqlstate=%s; polling goes on, trying again",
+                type(error).__name__, code,
+            )  # fmt: skip
+        self._lose()
+        return longest
+
+    async def _session(self) -> None:
+        """Connect, listen, poke everyone, then receive and probe; raises when the connection is of no more use."""
+        async with self._connect() as connection:
+            through_pooler = await self._listen(connection)
+            try:
+                self._sessions += 1
+                self.reconnects = self._sessions - 1
+                self._poke_all()  # what was committed before LISTEN took effect was not heard
+                await self._receive_and_probe(connection, through_pooler=through_pooler)
+            finally:
+                if through_pooler:
+                    await self._unlisten(connection)
+
+    @asynccontextmanager
+    async def _connect(self) -> AsyncGenerator[_Connection, None]:
+        with anyio.fail_after(_CONNECT_SECONDS):
+            connection = await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+        try:
+            yield connection
+        finally:
+            await connection.close()
+
+    async def _listen(self, connection: _Connection) -> bool:
+        """Start to listen; True if something between us and the server stands in for its sessions."""
+        if connection.info.parameter_status("in_hot_standby") == "on":
+            raise _StandbyError
+        with anyio.fail_after(self._probe_timeout):
+            await connection.execute(sql.SQL("listen {}").format(sql.Identifier(self._channel)))
+            cursor = await connection.execute("select pg_catalog.pg_backend_pid()")
+            return await cursor.fetchone() != (connection.info.backend_pid,)
+
+    async def _receive_and_probe(self, connection: _Connection, *, through_pooler: bool) -> None:
+        while True:
+            await self._send_probe(connection, through_pooler=through_pooler)
+            await self._receive(connection, self._probe_timeout)
+            if self._probe:
+                raise _CannotHearError
+            await self._receive(connection, max(0.0, self._probe_interval - self._probe_timeout))
+
+    async def _send_probe(self, connection: _Connection, *, through_pooler: bool) -> None:
+        """Notify ourselves with a fresh random text.
+
+        A transaction pooler passes on what the server sends while a statement runs, hence also the answer to a probe
+        from this very connection, and nothing else. So behind any pooler the probe comes from another connection.
+        """
+        self._probe = f"p:{secrets.token_hex(8)}"
+        if through_pooler:
+            async with self._connect() as other:
+                await self._notify(other, self._probe)
+        else:
+            await self._notify(connection, self._probe)
+
+    async def _notify(self, connection: _Connection, payload: str) -> None:
+        with anyio.fail_after(self._probe_timeout):
+            await connection.execute(_NOTIFY, (self._channel, payload))
+
+    async def _receive(self, connection: _Connection, seconds: float) -> None:
+        """Hand out notifications for so long; raises as soon as the connection breaks."""
+        async with aclosing(connection.notifies(timeout=seconds)) as notifications:
+            async for notification in notifications:
+                self._dispatch(notification.payload)
+
+    async def _unlisten(self, connection: _Connection) -> None:
+        """Leave the pooler's own connection as it was, or its next users get what was meant for us.
+
+        Done even when we are being cancelled, for a second at most; if it fails nothing is lost but the courtesy.
+        """
+        with suppress(psycopg.Error, OSError), anyio.move_on_after(_UNLISTEN_SECONDS, shield=True):
+            await connection.execute("unlisten *")
+
+    def _dispatch(self, payload: str) -> None:
+        prefix, _, name = payload.partition(":")
+        match prefix:
+            case "r":
+                _call(self._ready.get(name, []))
+            case "c":
+                _call(self._control.get(name, []))
+            case "p":
+                self._hear_probe(payload)
+            case "d":
+                pass
+            case _:
+                self._poke_all()
+
+    def _hear_probe(self, payload: str) -> None:
+        if payload != self._probe:
+            return  # another process's
+        self._probe = ""
+        self._healthy = True
+        self._delay = self._first_delay
+        if self._told:
+            self._told.clear()
+            _log.info("notifications arrive again channel=%s", self._channel)
+
+    def _lose(self) -> None:
+        """Hints may get lost from now on: whoever sleeps long because of `healthy` must look again."""
+        if self._healthy:
+            self._healthy = False
+            self._poke_all()
+
+    def _poke_all(self) -> None:
+        for callbacks in (*self._ready.values(), *self._control.values()):
+            _call(callbacks)
+
+    def _tell_once(self, trouble: str, message: str, *arguments: object) -> None:
+        """Warn of each kind of trouble once, until notifications arrive again."""
+        if trouble not in self._told:
+            self._told.add(trouble)
+            _log.warning(message, *arguments)
+
+
+def _call(callbacks: list[_Callback]) -> None:
+    for callback in callbacks:
+        callback()

@@ -1,0 +1,77 @@
+"""What a worker does beside its jobs: free expired leases, and say that it lives. Bounded, repeatable, nobody's privilege."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from importlib.metadata import version
+
+import anyio
+import psycopg
+
+from pgworker.db import Database
+from pgworker.queue import Queue
+from pgworker.statements import BEGINNING, Lane, forget_runners, report_runners
+from pgworker.tablemap import TableMap
+
+_log = logging.getLogger("pgworker")
+
+REAP_EVERY = timedelta(seconds=15)
+REPORT_EVERY = timedelta(seconds=5)
+_PAGE = 1_000  # rows read by one statement: a few milliseconds, however long the backlog
+RELEASE = version("pgworker")
+
+
+async def reap_forever(queue: Queue, database: Database, wake: Callable[[], None]) -> None:
+    """Every quarter of a minute, free or end the expired leases of a queue; an error is logged and tried at the next turn.
+
+    Claims take most expired leases over by themselves. This ends what a claim may not take: jobs at their limit of
+    evictions, and those whose cancel was requested.
+    """
+    while True:
+        # Spread, so that processes which were started together do not all read at once.
+        await anyio.sleep(REAP_EVERY.total_seconds() * random.uniform(0.9, 1.1))  # noqa: S311
+        try:
+            if await reap(queue, database):
+                wake()
+        except (psycopg.Error, TimeoutError) as error:
+            _log.warning("reaping failed, trying again error=%s", type(error).__name__)
+
+
+async def reap(queue: Queue, database: Database) -> int:
+    """One pass over all lanes, in short statements; returns how many jobs are claimable again."""
+    dues = await database.run(queue.survey())
+    return sum([await _reap_lane(queue, database, due.lane) for due in dues])
+
+
+async def _reap_lane(queue: Queue, database: Database, lane: Lane) -> int:
+    freed = 0
+    after = BEGINNING
+    while True:
+        page = await database.run(queue.reap(lane, limit=_PAGE, after=after))
+        freed += page.freed
+        if page.cursor is None or page.read < _PAGE:
+            return freed
+        after = page.cursor
+
+
+async def report_forever(
+    tables: TableMap, database: Database, runner: str, statuses: Callable[[], Mapping[str, str]]
+) -> None:
+    """Report every few seconds how this process's runners fare; an error is logged and tried at the next turn."""
+    while True:
+        try:
+            await database.run(report_runners(tables, runner, statuses(), release=RELEASE))
+        except (psycopg.Error, TimeoutError) as error:
+            _log.warning("report failed, trying again error=%s", type(error).__name__)
+        await anyio.sleep(REPORT_EVERY.total_seconds())
+
+
+async def sign_off(tables: TableMap, database: Database, runner: str) -> None:
+    """Take this process off the list of runners; without a database it grows stale there instead."""
+    try:
+        await database.run(forget_runners(tables, runner))
+    except (psycopg.Error, TimeoutError) as error:
+        _log.info("could not sign off error=%s", type(error).__name__)

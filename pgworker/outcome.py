@@ -1,0 +1,201 @@
+"""What a run produced, what the table shall say of it, and the one function between the two.
+
+`decide` is pure: no clock, no randomness of its own, no I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, TypeAlias, assert_never
+
+from pgworker.errors import ConfigError
+from pgworker.retry import Backoff
+
+# The closed list of codes that pgworker itself writes. Handlers add their own by Retry, Permanent and so on.
+HANDLER_FAILED = "handler_failed"
+HANDLER_PANIC = "handler_panic"
+HANDLER_TIMEOUT = "handler_timeout"
+HANDLER_RESULT_COUNT = "handler_result_count"
+PAYLOAD_INVALID = "payload_invalid"
+RESULT_REJECTED = "result_rejected"
+EVICTED_TOO_OFTEN = "evicted_too_often"
+QUEUE_CLAIM_FAILED = "queue_claim_failed"
+QUEUE_COMPLETE_FAILED = "queue_complete_failed"
+QUEUE_RETRY_FAILED = "queue_retry_failed"
+QUEUE_RELEASE_FAILED = "queue_release_failed"
+QUEUE_INVALID_CLAIM = "queue_invalid_claim"
+QUEUE_BATCH_LIMIT_EXCEEDED = "queue_batch_limit_exceeded"
+
+_MAX_CODE_LENGTH = 63
+
+
+def _checked(code: str, default: str) -> str:
+    """A code that is safe to store: short, printable, one word; a blank one becomes the default."""
+    code = code.strip() or default
+    if len(code) > _MAX_CODE_LENGTH or not code.isascii() or not code.isprintable() or " " in code:
+        msg = f"a code is one printable ASCII word of at most {_MAX_CODE_LENGTH} characters (it is stored and shown)"
+        raise ConfigError(msg)
+    return code
+
+
+# --- What a handler may return instead of a value -------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Retry:
+    """A judged failure that is tried again: after the kind's backoff, or `after` at least if that is longer."""
+
+    after: timedelta | None = None
+    code: str = HANDLER_FAILED
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", _checked(self.code, HANDLER_FAILED))
+
+
+@dataclass(frozen=True, slots=True)
+class Permanent:
+    """A failure that no repetition will mend: the job ends as failed at once."""
+
+    code: str = HANDLER_FAILED
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", _checked(self.code, HANDLER_FAILED))
+
+
+@dataclass(frozen=True, slots=True)
+class Park:
+    """Not now, and not the job's fault: it waits for `delay` and no attempt is counted."""
+
+    code: str
+    delay: timedelta
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", _checked(self.code, "parked"))
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """What the kind depends on is down: the job waits, and this runner claims nothing for as long."""
+
+    for_: timedelta
+    code: str = "paused"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", _checked(self.code, "paused"))
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """The work is no longer wanted: the job ends as cancelled."""
+
+    reason: str = "cancelled"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", _checked(self.reason, "cancelled"))
+
+
+Instruction: TypeAlias = Retry | Permanent | Park | Pause | Cancel
+
+
+# --- What a run produced --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The handler returned a value: its JSON text (None for no value), and itself for the app's own writes."""
+
+    value: str | None
+    itself: object = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The run ended without a value: a code, and the class name of the exception if there was one."""
+
+    code: str
+    error_class: str | None = None
+    permanent: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Released:
+    """The run was cut short by a stop and is given back as if it had not been claimed."""
+
+
+Result: TypeAlias = Returned | Failed | Released | Retry | Permanent | Park | Pause | Cancel
+
+
+# --- What the table shall say ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Success:
+    """The job succeeded; `value` is stored as its result, None stores none."""
+
+    value: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Settlement:
+    """The job did not succeed (yet): its new state, the wait until it is ready again, and whether an attempt counts.
+
+    `delay_seconds` None leaves ready_at as it is. `pause_seconds` is for the runner, not for the row.
+    """
+
+    state: Literal["pending", "failed", "cancelled"]
+    code: str | None
+    counts: bool = False
+    delay_seconds: float | None = None
+    pause_seconds: float | None = None
+    error_class: str | None = None
+
+
+Decision: TypeAlias = Success | Settlement
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What `decide` must know of the job: judged failures before this run, their limit, and the kind's backoff."""
+
+    attempts: int
+    max_attempts: int | None
+    backoff: Backoff
+
+
+def decide(result: Result, rules: Rules, *, chance: float) -> Decision:
+    """What the table shall say after this run; `chance`, uniform in [0, 1), is the backoff's jitter."""
+    match result:
+        case Returned(value, _):
+            return Success(value)
+        case Failed(code, error_class, permanent):
+            if permanent:
+                return Settlement("failed", code, counts=True, error_class=error_class)
+            return _failure(code, rules, chance, error_class=error_class)
+        case Retry(after, code):
+            return _failure(code, rules, chance, after=after)
+        case Permanent(code):
+            return Settlement("failed", code, counts=True)
+        case Park(code, delay):
+            return Settlement("pending", code, delay_seconds=delay.total_seconds())
+        case Pause(for_, code):
+            seconds = for_.total_seconds()
+            return Settlement("pending", code, delay_seconds=seconds, pause_seconds=seconds)
+        case Cancel(reason):
+            return Settlement("cancelled", reason)
+        case Released():
+            return Settlement("pending", None)
+        case _:
+            assert_never(result)
+
+
+def _failure(
+    code: str, rules: Rules, chance: float, *, after: timedelta | None = None, error_class: str | None = None
+) -> Settlement:
+    """A judged failure: again after the backoff, or failed for good when that was the last attempt allowed."""
+    failures = rules.attempts + 1
+    if rules.max_attempts is not None and failures >= rules.max_attempts:
+        return Settlement("failed", code, counts=True, error_class=error_class)
+    delay = rules.backoff.delay(failures, chance=chance)
+    seconds = max(delay, after or delay).total_seconds()
+    return Settlement("pending", code, counts=True, delay_seconds=seconds, error_class=error_class)

@@ -1,0 +1,212 @@
+"""How a runner behaves: small frozen values, checked when they are made, and the presets made of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Literal, TypedDict
+
+from pgworker.errors import ConfigError
+from pgworker.retry import Backoff
+
+STORE_TIMEOUT = timedelta(seconds=5)
+"""The deadline of every statement a runner sends; the server's own statement_timeout lies a little below it."""
+
+MAX_BATCH = 10_000
+_LONGEST = timedelta(days=3650)  # past that, instants leave the range of the database's timestamps
+
+
+def _check(*, holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """For how long a claim owns its jobs, and how often that is renewed (None: it covers the whole run instead)."""
+
+    ttl: timedelta
+    heartbeat: timedelta | None
+
+    def __post_init__(self) -> None:
+        _check(holds=timedelta(0) < self.ttl <= _LONGEST, message=f"a lease lasts more than nothing, got {self.ttl}")
+        if self.heartbeat is not None:
+            _check(
+                holds=timedelta(0) < self.heartbeat <= self.ttl / 3,
+                message=f"a heartbeat must be at most a third of the lease ({self.ttl}), got {self.heartbeat}: "
+                "two renewals may then fail without the lease being lost",
+            )
+
+    @classmethod
+    def renew(cls, ttl: timedelta, heartbeat: timedelta | None = None) -> Lease:
+        """A short lease that is renewed while the handler runs; the heartbeat is a third of it unless given."""
+        return cls(ttl, heartbeat if heartbeat is not None else ttl / 3)
+
+    @classmethod
+    def cover(cls, ttl: timedelta) -> Lease:
+        """A lease that outlasts the handler's deadline and the writes after it, and is never renewed."""
+        return cls(ttl, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """What a stop does to running jobs: let them end (`drain`, at most for `grace`, then release) or `release` at once."""
+
+    mode: Literal["drain", "release"] = "drain"
+    grace: timedelta | None = None
+
+    def __post_init__(self) -> None:
+        _check(holds=self.mode in ("drain", "release"), message=f"on stop: drain or release, got {self.mode!r}")
+        _check(holds=self.grace is None or self.grace >= timedelta(0), message="a grace is not negative")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Everything that a runner is told about its own behaviour. Zero, for a limit or a time, means the default."""
+
+    concurrency: int = 10
+    """Calls of the handler at the same time; a batch is one call."""
+    batch: int = 64
+    """Most jobs in one call of a batch handler; single handlers get one."""
+    window: timedelta = timedelta(seconds=0.25)
+    """How long a batch handler's claim waits for more to come, unless the last one was full."""
+    poll: timedelta = timedelta(seconds=1)
+    """The longest an idle runner waits for a wake-up before it looks by itself."""
+    timeout: timedelta | None = None
+    """Deadline of one call; later values do not count (None: none)."""
+    lease: Lease = Lease.renew(timedelta(seconds=15), timedelta(seconds=5))
+    max_attempts: int | None = 10
+    """Judged failures until the job ends as failed (None: no limit)."""
+    max_evictions: int | None = 5
+    """Lost workers until the job ends as failed (None: no limit)."""
+    backoff: Backoff = field(default_factory=Backoff)
+    stop: Stop = Stop("drain", timedelta(seconds=25))
+    panic: Literal["retry", "permanent"] = "retry"
+    """What a crash (an exception outside Exception, such as SystemExit) does to its jobs."""
+
+    def __post_init__(self) -> None:
+        _check(holds=1 <= self.concurrency <= MAX_BATCH, message=f"concurrency is 1 to {MAX_BATCH}, got {self.concurrency}")
+        _check(holds=1 <= self.batch <= MAX_BATCH, message=f"batch is 1 to {MAX_BATCH}, got {self.batch}")
+        _check(holds=timedelta(0) <= self.window <= _LONGEST, message=f"window must not be negative, got {self.window}")
+        _check(holds=timedelta(0) < self.poll <= _LONGEST, message=f"poll must be positive, got {self.poll}")
+        _check(
+            holds=self.timeout is None or timedelta(0) < self.timeout <= _LONGEST,
+            message=f"timeout must be positive, got {self.timeout}",
+        )
+        for name, limit in (("max_attempts", self.max_attempts), ("max_evictions", self.max_evictions)):
+            _check(holds=limit is None or limit >= 1, message=f"{name} must be at least 1 or None, got {limit}")
+        if self.lease.heartbeat is None:
+            needed = covering_ttl(self.timeout, self.batch)
+            _check(
+                holds=self.lease.ttl >= needed,
+                message=f"a lease without renewal must cover the handler and its writes: at least "
+                f"{needed.total_seconds():g} s, got {self.lease.ttl.total_seconds():g} s",
+            )
+
+
+def covering_ttl(timeout: timedelta | None, batch: int) -> timedelta:
+    """The shortest lease that covers a call: its deadline, then two statements a job, the claim's own and the clean-up's."""
+    if timeout is None:
+        msg = "a lease without renewal needs a timeout to cover"
+        raise ConfigError(msg)
+    return timeout + (2 * batch + 2) * STORE_TIMEOUT
+
+
+def _content() -> Policy:
+    timeout = timedelta(minutes=2)
+    return Policy(
+        concurrency=2,
+        batch=64,
+        timeout=timeout,
+        lease=Lease.cover(covering_ttl(timeout, 64)),
+        max_attempts=3,
+        backoff=Backoff(cap=timedelta(minutes=1), jitter="additive"),
+        stop=Stop("release"),
+        panic="permanent",
+    )
+
+
+def _pool() -> Policy:
+    return Policy(
+        concurrency=2,
+        timeout=timedelta(minutes=10),
+        lease=Lease.renew(timedelta(minutes=2), timedelta(seconds=30)),
+        max_attempts=3,
+        backoff=Backoff(base=timedelta(seconds=2), cap=timedelta(minutes=5), jitter="none"),
+        stop=Stop("drain"),
+    )
+
+
+def _simple() -> Policy:
+    return Policy(
+        concurrency=5,
+        poll=timedelta(seconds=10),
+        lease=Lease.renew(timedelta(minutes=5)),
+        stop=Stop("drain"),
+    )
+
+
+def _dispatch() -> Policy:
+    return Policy(
+        lease=Lease.renew(timedelta(seconds=30), timedelta(seconds=10)),
+        backoff=Backoff(cap=timedelta(minutes=1), jitter="full"),
+        stop=Stop("drain", timedelta(seconds=30)),
+    )
+
+
+PRESETS: dict[str, Policy] = {
+    "standard": Policy(),  # the default: short renewed leases, ten calls at a time, retries over half an hour and more
+    "content": _content(),  # derived content kept fresh: batches, a covering lease, release on stop
+    "pool": _pool(),  # long, costly work: two at a time, two-minute leases, drain however long it takes
+    "simple": _simple(),  # a plain poller
+    "dispatch": _dispatch(),  # many short tasks: thirty-second leases, full jitter
+}
+"""Named policies. A preset is a starting point: each option of a kind overrides its own part."""
+
+
+class PolicyOptions(TypedDict, total=False):
+    """The parts of a policy that a kind may give; None or zero leaves the preset's."""
+
+    concurrency: int
+    batch: int
+    window: timedelta
+    poll: timedelta
+    timeout: timedelta | None
+    lease: Lease | None
+    max_attempts: int | None
+    max_evictions: int | None
+    backoff: Backoff | None
+    stop: Stop | None
+    panic: Literal["retry", "permanent"]
+
+
+UNLIMITED = -1
+"""For max_attempts, max_evictions: no limit at all (None and zero mean the preset's)."""
+
+
+def make_policy(preset: str, options: PolicyOptions) -> Policy:
+    """The preset with the options that were given; a covering lease that was not given grows with timeout and batch."""
+    if preset not in PRESETS:
+        msg = f"no preset {preset!r}; there are {', '.join(sorted(PRESETS))}"
+        raise ConfigError(msg)
+    base = PRESETS[preset]
+    for name, value in options.items():
+        if isinstance(value, int) and value < 0 and not (value == UNLIMITED and name.startswith("max_")):
+            msg = f"{name} must not be negative, got {value}"
+            raise ConfigError(msg)
+        if isinstance(value, timedelta) and value < timedelta(0):
+            msg = f"{name} must not be negative, got {value}"
+            raise ConfigError(msg)
+    given = {
+        name: None if value == UNLIMITED else value
+        for name, value in options.items()
+        if value or (name == "window" and value is not None)  # no window at all is a fair wish; no limit of zero is
+    }
+    if base.lease.heartbeat is None and "lease" not in given:
+        timeout, batch = given.get("timeout", base.timeout), given.get("batch", base.batch)
+        given["lease"] = Lease.cover(max(base.lease.ttl, covering_ttl(timeout, batch)))  # type: ignore[arg-type]
+    try:
+        return replace(base, **given)  # type: ignore[arg-type]
+    except OverflowError as error:
+        msg = f"these times are too long to add up: {options}"
+        raise ConfigError(msg) from error

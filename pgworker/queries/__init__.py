@@ -1,0 +1,1 @@
+"""The statements, one file each; pgworker.statements reads them."""

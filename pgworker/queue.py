@@ -1,0 +1,96 @@
+"""The queue that a runner works on: the statements of one kind over one table, as values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Protocol
+from uuid import UUID
+
+from pgworker import statements
+from pgworker.job import Claim
+from pgworker.kind import Kind
+from pgworker.outcome import Settlement, Success
+from pgworker.statements import BEGINNING, Answer, Due, Lane, Reaped, Statement
+from pgworker.tablemap import TableMap
+
+
+class Queue(Protocol):
+    """What a runner asks of a table: statements to be run by its own driver, each short and complete in itself."""
+
+    def survey(self) -> Statement[list[Due]]:
+        """The lanes that have unfinished jobs."""
+        ...
+
+    def claim(self, lane: Lane, *, limit: int, token: UUID, runner: str) -> Statement[list[Claim]]:
+        """Take up to `limit` ready jobs of a lane."""
+        ...
+
+    def finish(self, finished: Sequence[tuple[Claim, Success]]) -> Statement[dict[int, Answer]]:
+        """Succeed these jobs, if they are still ours."""
+        ...
+
+    def settle(self, settled: Sequence[tuple[Claim, Settlement]]) -> Statement[dict[int, Answer]]:
+        """Write any other end of a run, for those jobs that are still ours."""
+        ...
+
+    def check(self, claim: Claim) -> Statement[bool]:
+        """Whether this job is still ours; at the start of a transaction that will finish it."""
+        ...
+
+    def reap(self, lane: Lane, *, limit: int, after: tuple[datetime, int] = BEGINNING) -> Statement[Reaped]:
+        """End or free expired leases, reading at most `limit` jobs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class JobsTable:
+    """The queue of one kind in the jobs table."""
+
+    tables: TableMap
+    kind: Kind
+
+    @property
+    def _ttl_seconds(self) -> float:
+        return self.kind.policy.lease.ttl.total_seconds()
+
+    def survey(self) -> Statement[list[Due]]:
+        """See Queue."""
+        return statements.survey_lanes(self.tables, [self.kind.name])
+
+    def claim(self, lane: Lane, *, limit: int, token: UUID, runner: str) -> Statement[list[Claim]]:
+        """See Queue."""
+        return statements.claim_jobs(
+            self.tables,
+            lane,
+            limit=limit,
+            token=token,
+            runner=runner,
+            ttl_seconds=self._ttl_seconds,
+            max_evictions=self.kind.policy.max_evictions,
+            version=self.kind.version,
+        )
+
+    def finish(self, finished: Sequence[tuple[Claim, Success]]) -> Statement[dict[int, Answer]]:
+        """See Queue."""
+        return statements.finish_jobs(self.tables, self.kind.name, finished)
+
+    def settle(self, settled: Sequence[tuple[Claim, Settlement]]) -> Statement[dict[int, Answer]]:
+        """See Queue."""
+        return statements.settle_jobs(self.tables, self.kind.name, settled)
+
+    def check(self, claim: Claim) -> Statement[bool]:
+        """See Queue."""
+        return statements.check_fence(self.tables, claim)
+
+    def reap(self, lane: Lane, *, limit: int, after: tuple[datetime, int] = BEGINNING) -> Statement[Reaped]:
+        """See Queue."""
+        return statements.reap_expired(
+            self.tables,
+            lane,
+            limit=limit,
+            ttl_seconds=self._ttl_seconds,
+            max_evictions=self.kind.policy.max_evictions,
+            after=after,
+        )

@@ -1,0 +1,323 @@
+"""One kind's loop: take free slots, claim, run, finish; and the ways in which it stops."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Literal, TypeAlias
+
+import anyio
+import anyio.abc
+import psycopg
+
+from pgworker.attempt import Attempt, Tools
+from pgworker.claimer import Claimer, ClaimRefused, Taken
+from pgworker.db import Database, SyncDatabase
+from pgworker.errors import AlreadyRunning
+from pgworker.events import Event, Events, JobLost, JobSettled, RunnerTrouble
+from pgworker.executors import Executor
+from pgworker.executors.inline import InlineExecutor
+from pgworker.executors.thread import ThreadExecutor
+from pgworker.finisher import Finisher
+from pgworker.job import Claim, Job
+from pgworker.kind import Kind
+from pgworker.leases import LeaseKeeper
+from pgworker.listener import Wake
+from pgworker.middleware import Middleware, Next, compose
+from pgworker.outcome import QUEUE_RELEASE_FAILED, Result, Settlement
+from pgworker.policy import STORE_TIMEOUT
+from pgworker.queue import Queue
+
+Lifecycle: TypeAlias = Literal["stopped", "running", "retrying", "paused"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerStatus:
+    """A runner at one moment, counted from the start of its process. `last_error` is a safe code; a success clears it."""
+
+    kind: str
+    lifecycle: Lifecycle
+    in_flight: int = 0
+    claimed: int = 0
+    succeeded: int = 0
+    retried: int = 0
+    failed: int = 0
+    parked: int = 0
+    cancelled: int = 0
+    released: int = 0
+    superseded: int = 0
+    """Runs whose outcome was dropped because their lease was gone; no errors."""
+    last_error: str | None = None
+    retry_in_seconds: float | None = None
+    last_success_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the runners of one process have in common."""
+
+    name: str
+    database: Database
+    sync_database: SyncDatabase
+    leases: LeaseKeeper
+    events: Events
+    middleware: Sequence[Middleware] = ()
+
+
+class Runner:
+    """Claims and runs the jobs of one kind until it is stopped; may be run again afterwards."""
+
+    def __init__(self, kind: Kind, queue: Queue, shared: Shared) -> None:
+        self.kind = kind
+        self.wake = Wake()
+        self._queue = queue
+        self._shared = shared
+        self._claimer = Claimer(queue, shared.database, shared.name)
+        self._running = False
+        self._counts: Counter[str] = Counter()
+        self._last_error: str | None = None
+        self._last_success_at: datetime | None = None
+        self._retry_at = 0.0
+        self._paused_until = 0.0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._stopping = anyio.Event()
+        self._releasing = anyio.Event()
+        self._slot_freed = anyio.Event()
+        self._attempts: dict[Attempt, int] = {}
+
+    # --- stop -------------------------------------------------------------------------------------------------------
+
+    def drain(self) -> None:
+        """Claim nothing more and let running calls end, at most for the policy's grace."""
+        self._stopping.set()
+
+    def release(self) -> None:
+        """Claim nothing more, cut running calls short and give their jobs back, within one store deadline."""
+        self._stopping.set()
+        self._releasing.set()
+
+    def stop(self) -> None:
+        """Stop as the kind's policy says."""
+        if self.kind.policy.stop.mode == "release":
+            self.release()
+        else:
+            self.drain()
+
+    # --- run --------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Run until drain or release has come to its end. Cancelling means stop: it returns when the stop is done.
+
+        Raises AlreadyRunning when it runs already.
+        """
+        if self._running:
+            msg = f"the runner of kind {self.kind.name!r} runs already"
+            raise AlreadyRunning(msg)
+        self._running = True
+        self._reset()
+        done = anyio.Event()
+
+        async def shielded() -> None:
+            with anyio.CancelScope(shield=True):
+                await self._run()
+            done.set()
+
+        try:
+            async with anyio.create_task_group() as group:
+                group.start_soon(shielded)
+                try:
+                    await done.wait()
+                finally:
+                    self.stop()
+        finally:
+            self._running = False
+
+    async def _run(self) -> None:
+        finisher = Finisher(
+            self.kind,
+            self._queue,
+            database=self._shared.database,
+            sync_database=self._shared.sync_database,
+            tell=self._note,
+        )
+        tools = Tools(self.kind, self._compose(), self._shared.leases, finisher, self._note)
+        async with anyio.create_task_group() as helpers:
+            helpers.start_soon(finisher.run)
+            async with anyio.create_task_group() as calls:
+                calls.start_soon(self._release_when_told, finisher)
+                await self._claim_until_stopped(calls, tools)
+                await self._drain()
+                calls.cancel_scope.cancel()
+            helpers.cancel_scope.cancel()
+
+    def _compose(self) -> Next:
+        executor: Executor = InlineExecutor() if self.kind.is_async else ThreadExecutor(self.kind.policy.concurrency)
+
+        async def call(jobs: Sequence[Job[object]]) -> Sequence[Result]:
+            return await executor.execute(self.kind, jobs)
+
+        return compose(self.kind.name, self._shared.middleware, call)
+
+    async def _drain(self) -> None:
+        """Wait for the running calls; past the grace, release them."""
+        grace = self.kind.policy.stop.grace
+        with anyio.move_on_after(None if grace is None else grace.total_seconds()):
+            await self._until_idle()
+        self._releasing.set()
+        await self._until_idle()
+
+    async def _until_idle(self) -> None:
+        while self._attempts:
+            await self._slot_freed.wait()
+
+    async def _release_when_told(self, finisher: Finisher) -> None:
+        await self._releasing.wait()
+        finisher.give_up_at = time.monotonic() + STORE_TIMEOUT.total_seconds()
+        for attempt in list(self._attempts):
+            attempt.release()
+
+    # --- claim ------------------------------------------------------------------------------------------------------
+
+    async def _claim_until_stopped(self, calls: anyio.abc.TaskGroup, tools: Tools) -> None:
+        full = False
+        async with anyio.create_task_group() as group:
+            group.start_soon(_cancel_when, self._stopping, group.cancel_scope)
+            while True:
+                await self._wait_out_pause()
+                free = await self._free_slots()
+                if not full and self.kind.window:
+                    await anyio.sleep(self.kind.window.total_seconds())
+                self.wake.clear()  # before the claim: a hint from here on is for the next round
+                taken = await self._claim(free * self.kind.call_size)
+                if taken is not None:
+                    self._start(calls, tools, taken)
+                full = taken is not None and taken.full
+                if not full:
+                    await self._wait_for_work(taken)
+
+    async def _claim(self, limit: int) -> Taken | None:
+        """One round of claims; None after a failed one, which has waited already."""
+        try:
+            taken = await self._claimer.round(limit)
+        except ClaimRefused as refusal:
+            self._note(RunnerTrouble(self.kind.name, refusal.code, refusal.error))
+            await self._give_back(refusal.claims)
+            await anyio.sleep(self.kind.policy.poll.total_seconds())
+            return None
+        if self._stopping.is_set():
+            await self._give_back(taken.claims)
+            return None
+        return taken
+
+    async def _wait_for_work(self, taken: Taken | None) -> None:
+        """Until a hint comes, the poll is due, or a job that the survey saw in the future is."""
+        if taken is None:
+            return
+        poll = self.kind.policy.poll.total_seconds()
+        due_in = poll if taken.due_in_seconds is None else taken.due_in_seconds
+        await self.wake.wait(min(poll, due_in))
+
+    async def _wait_out_pause(self) -> None:
+        while (seconds := self._paused_until - time.monotonic()) > 0:
+            await anyio.sleep(seconds)
+
+    async def _free_slots(self) -> int:
+        """How many calls may start now; waits until it is at least one."""
+        while (free := self.kind.policy.concurrency - len(self._attempts)) < 1:
+            await self._slot_freed.wait()
+        return free
+
+    async def _give_back(self, claims: Sequence[Claim]) -> None:
+        """Release claims that no call has begun; what cannot be written comes back when its lease expires."""
+        if not claims:
+            return
+        release = Settlement("pending", None)
+        try:
+            await self._shared.database.run(self._queue.settle([(claim, release) for claim in claims]))
+        except (psycopg.Error, TimeoutError) as error:
+            self._note(RunnerTrouble(self.kind.name, QUEUE_RELEASE_FAILED, type(error).__name__))
+        else:
+            self._counts["released"] += len(claims)
+
+    # --- calls ------------------------------------------------------------------------------------------------------
+
+    def _start(self, calls: anyio.abc.TaskGroup, tools: Tools, taken: Taken) -> None:
+        """Begin a call for each slot's worth of claims."""
+        self._counts["claimed"] += len(taken.claims)
+        for first in range(0, len(taken.claims), self.kind.call_size):
+            claims = taken.claims[first : first + self.kind.call_size]
+            attempt = Attempt(tools, claims, sent_at=taken.sent_at)
+            self._attempts[attempt] = len(claims)
+            calls.start_soon(self._run_attempt, attempt)
+
+    async def _run_attempt(self, attempt: Attempt) -> None:
+        try:
+            await attempt.run()
+        finally:
+            if attempt.pause_seconds:
+                self._paused_until = max(self._paused_until, time.monotonic() + attempt.pause_seconds)
+            del self._attempts[attempt]
+            self._slot_freed.set()
+            self._slot_freed = anyio.Event()
+
+    # --- status -----------------------------------------------------------------------------------------------------
+
+    def status(self) -> RunnerStatus:
+        """How this runner fares right now; the lifecycle is derived, never stored."""
+        now = time.monotonic()
+        retry_at = max(self._retry_at, self._paused_until)
+        counts = {name: self._counts[name] for name in _COUNTED}
+        return RunnerStatus(
+            self.kind.name,
+            self._lifecycle(now),
+            in_flight=sum(self._attempts.values()),
+            last_error=self._last_error,
+            retry_in_seconds=round(retry_at - now, 3) if retry_at > now else None,
+            last_success_at=self._last_success_at,
+            **counts,
+        )
+
+    def _lifecycle(self, now: float) -> Lifecycle:
+        if not self._running:
+            return "stopped"
+        if self._paused_until > now:
+            return "paused"
+        return "retrying" if self._last_error is not None or self._retry_at > now else "running"
+
+    def _note(self, event: Event) -> None:
+        """Count what happened, then tell it on."""
+        match event:
+            case JobSettled():
+                self._counts[_counter(event)] += 1
+                if event.state == "succeeded":
+                    self._last_error = None
+                    self._last_success_at = datetime.now(UTC)
+                elif event.counted:
+                    self._last_error = event.code
+                    self._retry_at = max(self._retry_at, time.monotonic() + (event.retry_in_seconds or 0))
+            case JobLost():
+                self._counts["superseded"] += 1
+            case RunnerTrouble():
+                self._last_error = event.code
+        self._shared.events.tell(event)
+
+
+_COUNTED = ("claimed", "succeeded", "retried", "failed", "parked", "cancelled", "released", "superseded")
+
+
+def _counter(event: JobSettled) -> str:
+    if event.state != "pending":
+        return event.state
+    if event.counted:
+        return "retried"
+    return "released" if event.code is None else "parked"
+
+
+async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:
+    await event.wait()
+    scope.cancel()

@@ -1,0 +1,336 @@
+"""Typed values for the statements of queries/*.sql: the SQL, its parameters, and how to read its rows. Sends nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib import resources
+from typing import Generic, NamedTuple, TypeAlias, TypeVar, cast
+from uuid import UUID
+
+from pgworker.job import Claim, EnqueueStatus, State, Verdict
+from pgworker.outcome import Settlement, Success
+from pgworker.tablemap import TableMap
+
+T = TypeVar("T")
+Row: TypeAlias = tuple[object, ...]
+Parameters: TypeAlias = Mapping[str, object]
+
+_COMMENT = re.compile(r"\s*--[^\n]*")
+_TABLE = re.compile(r"\{(\w+)\}")
+
+BEGINNING = (datetime.min.replace(tzinfo=UTC), -1)
+"""A cursor before every job of a lane."""
+
+
+@dataclass(frozen=True, slots=True)
+class Statement(Generic[T]):
+    """One statement, ready to be sent: `read` turns its rows into what the caller wants."""
+
+    name: str
+    sql: bytes
+    parameters: Parameters
+    read: Callable[[Sequence[Row]], T]
+
+
+class Lane(NamedTuple):
+    """The jobs of one kind with equal class and priority; within it they run in order of ready_at."""
+
+    kind: str
+    urgency: int
+    priority: int
+
+
+class Due(NamedTuple):
+    """A lane with unfinished jobs; the seconds until its first free job is due (None: all are leased)."""
+
+    lane: Lane
+    due_in_seconds: float | None
+
+
+class Put(NamedTuple):
+    """What an insert did to one key. `transaction` is its transaction's id, None when nothing was written."""
+
+    key: str
+    status: EnqueueStatus
+    state: State
+    transaction: str | None
+
+
+class Answer(NamedTuple):
+    """The verdict on one claimed job, and the state it has now if the verdict is done."""
+
+    verdict: Verdict
+    state: State | None
+
+
+class Renewal(NamedTuple):
+    """The verdict on one lease, and whether somebody asked for the job's cancellation."""
+
+    verdict: Verdict
+    cancel_requested: bool
+
+
+class Reaped(NamedTuple):
+    """What one page of the reaper read and did; `cursor` is its last row, None when the page was empty."""
+
+    read: int
+    ended_or_freed: int
+    freed: int
+    cursor: tuple[datetime, int] | None
+
+
+class KindCount(NamedTuple):
+    """Jobs of a kind in one derived state, and the age in seconds of the oldest one that is ready."""
+
+    kind: str
+    state: str
+    count: int
+    oldest_ready_seconds: float | None
+
+
+class Presence(NamedTuple):
+    """A runner as it last reported itself."""
+
+    runner: str
+    kind: str
+    release: str
+    silent_seconds: float
+    up_seconds: float
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """One row to insert; `revision` is '' when none was given, exactly one of the two times may be set."""
+
+    key: str
+    revision: str
+    urgency: int
+    priority: int
+    delay_seconds: float
+    ready_at: datetime | None
+    max_attempts: int | None
+    payload: str
+
+
+@cache
+def _render(name: str, tables: TableMap) -> bytes:
+    """The text of queries/<name>.sql for these tables, without comments (the server need not parse them each time)."""
+    text = resources.files("pgworker.queries").joinpath(f"{name}.sql").read_text(encoding="utf-8")
+    bare = _COMMENT.sub("", text).strip()
+    return _TABLE.sub(lambda match: tables.qualified(match[1]), bare).encode()
+
+
+def _rows(of: Callable[..., T]) -> Callable[[Sequence[Row]], list[T]]:
+    return lambda rows: [of(*row) for row in rows]
+
+
+def _nothing(_rows: Sequence[Row]) -> None:
+    return None
+
+
+def _fence(claims: Sequence[Claim]) -> dict[str, object]:
+    """The columns by which every write of a run proves that it still owns its rows."""
+    return {
+        "ids": [claim.id for claim in claims],
+        "keys": [claim.key for claim in claims],
+        "revisions": [claim.revision for claim in claims],
+        "tokens": [claim.token for claim in claims],
+    }
+
+
+def _answers(rows: Sequence[Row]) -> dict[int, Answer]:
+    return {cast("int", row[0]): Answer(cast("Verdict", row[1]), cast("State | None", row[2])) for row in rows}
+
+
+def insert_jobs(
+    tables: TableMap, kind: str, jobs: Sequence[Insert], *, version: int, keep: bool
+) -> Statement[dict[str, Put]]:
+    """Put jobs of one kind, each key once; answers by key. A key without an answer is to be sent again."""
+    return Statement(
+        "insert_jobs",
+        _render("insert_jobs", tables),
+        {
+            "kind": kind,
+            "keys": [job.key for job in jobs],
+            "revisions": [job.revision for job in jobs],
+            "classes": [job.urgency for job in jobs],
+            "priorities": [job.priority for job in jobs],
+            "delays": [job.delay_seconds for job in jobs],
+            "ready_ats": [job.ready_at for job in jobs],
+            "max_attempts": [job.max_attempts for job in jobs],
+            "payloads": [job.payload for job in jobs],
+            "version": version,
+            "keep": keep,
+        },
+        lambda rows: {put.key: put for put in _rows(Put)(rows)},
+    )
+
+
+def survey_lanes(tables: TableMap, kinds: Sequence[str]) -> Statement[list[Due]]:
+    """The lanes of these kinds that have unfinished jobs, in the order in which they are to be claimed."""
+    return Statement(
+        "survey_lanes",
+        _render("survey_lanes", tables),
+        {"kinds": list(kinds)},
+        _rows(lambda kind, urgency, priority, due: Due(Lane(kind, urgency, priority), due)),
+    )
+
+
+def claim_jobs(  # noqa: PLR0913 - one argument for each column of the claim
+    tables: TableMap,
+    lane: Lane,
+    *,
+    limit: int,
+    token: UUID,
+    runner: str,
+    ttl_seconds: float,
+    max_evictions: int | None,
+    version: int,
+    after: tuple[datetime, int] = BEGINNING,
+) -> Statement[list[Claim]]:
+    """Take up to `limit` ready jobs of a lane, in its order, under a token that was never used before."""
+    return Statement(
+        "claim_jobs",
+        _render("claim_jobs", tables),
+        {
+            "kind": lane.kind,
+            "class": lane.urgency,
+            "priority": lane.priority,
+            "limit": limit,
+            "token": token,
+            "runner": runner,
+            "ttl": ttl_seconds,
+            "max_evictions": max_evictions,
+            "version": version,
+            "after_ready": after[0],
+            "after_id": after[1],
+        },
+        # UPDATE ... RETURNING has no order of its own
+        lambda rows: sorted(_rows(Claim)(rows), key=lambda claim: (claim.ready_at, claim.id)),
+    )
+
+
+def finish_jobs(
+    tables: TableMap, kind: str, finished: Sequence[tuple[Claim, Success]]
+) -> Statement[dict[int, Answer]]:
+    """Succeed these jobs of one kind and store their values; answers by id."""
+    claims = [claim for claim, _ in finished]
+    parameters = _fence(claims) | {
+        "kind": kind,
+        "generations": [claim.generation for claim in claims],
+        "results": [success.value for _, success in finished],
+    }
+    return Statement("finish_jobs", _render("finish_jobs", tables), parameters, _answers)
+
+
+def settle_jobs(
+    tables: TableMap, kind: str, settled: Sequence[tuple[Claim, Settlement]]
+) -> Statement[dict[int, Answer]]:
+    """Retry, park, release, fail or cancel these jobs of one kind; answers by id."""
+    claims = [claim for claim, _ in settled]
+    parameters = _fence(claims) | {
+        "kind": kind,
+        "generations": [claim.generation for claim in claims],
+        "states": [settlement.state for _, settlement in settled],
+        "counts": [int(settlement.counts) for _, settlement in settled],
+        "delays": [settlement.delay_seconds for _, settlement in settled],
+        "codes": [settlement.code for _, settlement in settled],
+    }
+    return Statement("settle_jobs", _render("settle_jobs", tables), parameters, _answers)
+
+
+def renew_leases(
+    tables: TableMap, leases: Sequence[tuple[Claim, float]]
+) -> Statement[dict[int, Renewal]]:
+    """Prolong these leases, of any kinds, each by its own seconds from now; answers by id."""
+    claims = [claim for claim, _ in leases]
+    parameters = _fence(claims) | {
+        "kinds": [claim.kind for claim in claims],
+        "ttls": [ttl_seconds for _, ttl_seconds in leases],
+    }
+    return Statement(
+        "renew_leases",
+        _render("renew_leases", tables),
+        parameters,
+        lambda rows: {
+            cast("int", row[0]): Renewal(cast("Verdict", row[1]), cast("bool", row[2])) for row in rows
+        },
+    )
+
+
+def reap_expired(
+    tables: TableMap,
+    lane: Lane,
+    *,
+    limit: int,
+    ttl_seconds: float,
+    max_evictions: int | None,
+    after: tuple[datetime, int],
+) -> Statement[Reaped]:
+    """Read up to `limit` due jobs of a lane after the cursor, and end or free those whose lease has expired."""
+    parameters = {
+        "kind": lane.kind,
+        "class": lane.urgency,
+        "priority": lane.priority,
+        "limit": limit,
+        "ttl": ttl_seconds,
+        "max_evictions": max_evictions,
+        "after_ready": after[0],
+        "after_id": after[1],
+    }
+
+    def read(rows: Sequence[Row]) -> Reaped:
+        if not rows:
+            return Reaped(0, 0, 0, None)
+        count, done, freed, ready_at, last_id = rows[0]
+        cursor = (cast("datetime", ready_at), cast("int", last_id))
+        return Reaped(cast("int", count), cast("int", done), cast("int", freed), cursor)
+
+    return Statement("reap_expired", _render("reap_expired", tables), parameters, read)
+
+
+def check_fence(tables: TableMap, claim: Claim) -> Statement[bool]:
+    """Whether this claim still owns its job; also readies the transaction for the app's own statements."""
+    return Statement(
+        "check_fence",
+        _render("check_fence", tables),
+        {"kind": claim.kind, "id": claim.id, "key": claim.key, "revision": claim.revision, "token": claim.token},
+        lambda rows: bool(rows[0][0]),
+    )
+
+
+def report_runners(
+    tables: TableMap, runner: str, statuses: Mapping[str, str], *, release: str
+) -> Statement[None]:
+    """Say that the runners of this process live; `statuses` are JSON texts by kind."""
+    return Statement(
+        "report_runners",
+        _render("report_runners", tables),
+        {
+            "runner": runner,
+            "kinds": list(statuses),
+            "statuses": list(statuses.values()),
+            "release": release,
+        },
+        _nothing,
+    )
+
+
+def forget_runners(tables: TableMap, runner: str) -> Statement[None]:
+    """Take this process's runners off the list."""
+    return Statement("forget_runners", _render("forget_runners", tables), {"runner": runner}, _nothing)
+
+
+def list_runners(tables: TableMap) -> Statement[list[Presence]]:
+    """The runners that reported themselves within the last day."""
+    return Statement("list_runners", _render("list_runners", tables), {}, _rows(Presence))
+
+
+def count_jobs(tables: TableMap, *, bound: int) -> Statement[list[KindCount]]:
+    """Jobs by kind and derived state; a count that reaches `bound` stands for that many or more."""
+    return Statement("count_jobs", _render("count_jobs", tables), {"bound": bound}, _rows(KindCount))

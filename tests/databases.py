@@ -1,0 +1,171 @@
+"""The tests' databases: one for each process of a run, emptied before each test, and scratch ones for single tests."""
+
+from __future__ import annotations
+
+import secrets
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+
+import psycopg
+from psycopg import errors, sql
+from psycopg.conninfo import make_conninfo
+from psycopg.rows import TupleRow
+
+from pgworker.schema import migrate
+from pgworker.tablemap import TableMap
+from tests import hostile
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+Connection: TypeAlias = psycopg.Connection[TupleRow]
+
+TABLES: Final = TableMap()
+_ADMIN_NAME: Final = "tests"  # not `pgworker...`: those are the sessions of the code under test
+_KEPT: Final = {"migrations"}
+
+# Everything but rows that a test may leave behind. Cheap enough to ask before each test (about 2 ms).
+_FINGERPRINT: Final = """
+select (select md5(string_agg(concat_ws(' ', c.oid, c.relname, c.relnatts, c.reloptions), ',' order by c.oid))
+        from pg_class c join pg_namespace n on n.oid = c.relnamespace where n.nspname !~ '^(pg_|information_schema)'),
+       (select md5(string_agg(concat_ws(' ', t.oid, t.tgenabled), ',' order by t.oid)) from pg_trigger t),
+       (select md5(string_agg(concat_ws(' ', p.oid, md5(p.prosrc)), ',' order by p.oid))
+        from pg_proc p join pg_namespace n on n.oid = p.pronamespace where n.nspname !~ '^(pg_|information_schema)'),
+       (select md5(string_agg(concat_ws(' ', c.oid, c.convalidated), ',' order by c.oid)) from pg_constraint c),
+       (select md5(string_agg(concat_ws(' ', s.setrole, s.setconfig), ',' order by s.setrole))
+        from pg_db_role_setting s join pg_database d on d.oid = s.setdatabase where d.datname = current_database())"""
+
+_IDLE: Final = """
+select pid, application_name, left(query, 200) from pg_stat_activity
+where datname = any(%s) and application_name like 'pgworker%%' and state like 'idle in transaction%%'"""
+
+
+class MakeDsn(Protocol):
+    """Make a database for this test alone and return an owner's DSN; it is dropped when the test ends."""
+
+    def __call__(self, *, migrated: bool = False) -> str:
+        """Make it empty, or with our schema in it."""
+
+
+def connect(dsn: str) -> Connection:
+    """An administrator's autocommit session: READ COMMITTED whatever the database's default is."""
+    connection = psycopg.connect(dsn, autocommit=True, application_name=_ADMIN_NAME)
+    connection.execute("set default_transaction_isolation = 'read committed'")
+    return connection
+
+
+def create(server_dsn: str, name: str) -> str:
+    """Create a database and return an administrator's DSN to it."""
+    with connect(server_dsn) as connection:
+        # template0, which nobody can be connected to; one WAL record instead of a copy of each page where there is a choice
+        connection.execute(sql.SQL("create database {} template template0").format(sql.Identifier(name)))
+    return make_conninfo(server_dsn, dbname=name)
+
+
+def drop(server_dsn: str, name: str) -> None:
+    """Drop a database with all sessions in it; nothing happens when there is none."""
+    with connect(server_dsn) as connection:
+        connection.execute(sql.SQL("drop database if exists {} with (force)").format(sql.Identifier(name)))
+
+
+@contextmanager
+def scratch(server_dsn: str, name: str, *, migrated: bool) -> Iterator[str]:
+    """A database for one test."""
+    dsn = create(server_dsn, name)
+    try:
+        if migrated:
+            with connect(dsn) as connection:
+                migrate(connection, TABLES)
+        yield dsn
+    finally:
+        drop(server_dsn, name)
+
+
+def end_idle_transactions(connection: Connection, databases: list[str]) -> list[str]:
+    """The sessions of the code under test that sit in an open transaction; they are described and ended.
+
+    A session that is just being closed may still show: what counts is still there after a moment.
+    """
+    if not connection.execute(_IDLE, [databases]).fetchone():
+        return []
+    connection.execute("select pg_sleep(0.3)")
+    found = connection.execute(_IDLE, [databases]).fetchall()
+    for pid, *_ in found:
+        connection.execute("select pg_terminate_backend(%s, 2000)", [pid])
+    return [f"{application} (pid {pid}) after {query!r}" for pid, application, query in found]
+
+
+class WorkerDatabase:
+    """The database of one test process: migrated once, emptied before each test, made anew when a test changed more."""
+
+    def __init__(self, server_dsn: str, name: str, *, hostile_mode: bool) -> None:
+        self.name = name
+        self.admin_dsn = make_conninfo(server_dsn, dbname=name)
+        self.dsn = self.admin_dsn
+        self._server_dsn = server_dsn
+        self._role = hostile.Role(f"{name}_role", secrets.token_hex(16)) if hostile_mode else None
+        try:
+            self._build()
+        except BaseException:
+            self._drop()
+            raise
+
+    def _build(self) -> None:
+        drop(self._server_dsn, self.name)
+        create(self._server_dsn, self.name)
+        if self._role:
+            with connect(self.admin_dsn) as connection:
+                hostile.poison(connection, self._role)
+        with connect(self.admin_dsn) as connection:
+            migrate(connection, TABLES)
+            if self._role:
+                hostile.partition(connection, TABLES)
+                hostile.admit(connection, TABLES, self._role)
+                self.dsn = make_conninfo(self.admin_dsn, user=self._role.name, password=self._role.password)
+        self._keeper = self._open()
+        self._fingerprint = self._look()
+        self._empty = sql.SQL(";").join(
+            sql.SQL("delete from {}").format(sql.Identifier(TABLES.schema, table))
+            for (table,) in self._keeper.execute(
+                "select c.relname from pg_class c join pg_namespace n on n.oid = c.relnamespace "
+                "where n.nspname = %s and c.relkind in ('r', 'p') and not c.relispartition order by c.relname",
+                [TABLES.schema],
+            )
+            if table not in _KEPT
+        )
+
+    def _open(self) -> Connection:
+        connection = connect(self.admin_dsn)
+        connection.execute("set search_path = pg_catalog; set lock_timeout = '1s'")
+        return connection
+
+    def _look(self) -> TupleRow | None:
+        return self._keeper.execute(_FINGERPRINT).fetchone()
+
+    def reset(self) -> None:
+        """Delete all rows; a database that is altered, locked or gone is made anew (about 0.3 s)."""
+        try:
+            if self._look() == self._fingerprint:
+                self._keeper.execute(self._empty)
+                return
+        except (errors.LockNotAvailable, errors.QueryCanceled, psycopg.OperationalError):
+            pass  # the test before left a lock, or ended our session: build() ends all others
+        self._keeper.close()
+        self._build()
+
+    def end_idle_transactions(self) -> list[str]:
+        """As the function does, for this database; a session of ours that a test has ended is opened again."""
+        if self._keeper.closed:
+            self._keeper = self._open()
+        return end_idle_transactions(self._keeper, [self.name])
+
+    def close(self) -> None:
+        """Drop the database, and its role with it."""
+        self._keeper.close()
+        self._drop()
+
+    def _drop(self) -> None:
+        drop(self._server_dsn, self.name)
+        if self._role:
+            with connect(self._server_dsn) as connection:
+                connection.execute(sql.SQL("drop role if exists {}").format(sql.Identifier(self._role.name)))

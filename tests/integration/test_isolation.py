@@ -1,0 +1,106 @@
+"""The tests' own house: what a test may rely on when it asks for a database."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import psycopg
+import pytest
+from psycopg import errors
+
+if TYPE_CHECKING:
+    from pgworker.tablemap import TableMap
+    from tests.databases import Connection, MakeDsn
+
+HOSTILE = os.environ.get("PGWORKER_TEST_HOSTILE") == "1"
+hostile_only = pytest.mark.skipif(not HOSTILE, reason="PGWORKER_TEST_HOSTILE=1 is not set")
+
+
+def put(connection: Connection, tables: TableMap, kind: str, key: str) -> None:
+    connection.execute(f"insert into {tables.qualified('jobs')} (kind, key) values (%s, %s)".encode(), [kind, key])
+
+
+def count(connection: Connection, tables: TableMap) -> int:
+    (rows,) = connection.execute(f"select count(*) from {tables.qualified('jobs')}".encode()).fetchone() or (-1,)
+    return int(rows)
+
+
+@pytest.mark.ruling("1.32")
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_rows_do_not_reach_the_next_test(admin: Connection, tables: TableMap, which: str) -> None:
+    assert count(admin, tables) == 0
+    put(admin, tables, "mail", which)
+    assert count(admin, tables) == 1
+
+
+@pytest.mark.ruling("1.32")
+def test_the_database_bears_the_name_of_this_process(dsn: str, admin: Connection, run_name: str) -> None:
+    assert admin.info.dbname == run_name
+    with psycopg.connect(dsn) as connection:
+        assert connection.info.dbname == run_name
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_objects_do_not_reach_the_next_test(admin: Connection, which: str) -> None:
+    admin.execute(f"create table documents (name text default '{which}')".encode())
+    admin.execute("create function audit() returns trigger language plpgsql as 'begin return new; end'")
+    admin.execute("create trigger audited before insert on pgworker.results for each row execute function audit()")
+
+
+@pytest.mark.parametrize("which", ["first", "second"])
+def test_a_lock_left_behind_does_not_stop_the_next_test(
+    admin: Connection, dsn: str, tables: TableMap, request: pytest.FixtureRequest, which: str
+) -> None:
+    put(admin, tables, "mail", which)
+    left = psycopg.connect(dsn)
+    left.execute(f"select from {tables.qualified('jobs')} for update".encode())
+    request.session.config.add_cleanup(left.close)
+
+
+def test_scratch_databases_are_apart(make_dsn: MakeDsn, tables: TableMap, dsn: str) -> None:
+    empty, migrated = make_dsn(), make_dsn(migrated=True)
+    assert len({empty, migrated, dsn}) == 3
+    with psycopg.connect(migrated) as connection:
+        assert count(connection, tables) == 0
+    with psycopg.connect(empty) as connection, pytest.raises(errors.UndefinedTable):
+        count(connection, tables)
+
+
+def test_fsync_is_off_and_many_may_connect(admin: Connection) -> None:
+    if os.environ.get("PGWORKER_TEST_DSN"):
+        pytest.skip("a server that is not ours")
+    assert admin.execute("show fsync").fetchone() == ("off",)
+    assert admin.execute("show max_connections").fetchone() == ("200",)
+
+
+@hostile_only
+@pytest.mark.ruling("4.10")
+def test_hostile_sessions_own_nothing_and_default_to_serializable(dsn: str, tables: TableMap) -> None:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        assert connection.execute("show transaction_isolation").fetchone() == ("serializable",)
+        assert connection.execute("select count(*) from pg_class where relowner = current_user::regrole").fetchone() == (0,)
+        with pytest.raises(errors.InsufficientPrivilege):
+            connection.execute("select from jobs")
+        with pytest.raises(errors.RaiseException, match="look-alike"):
+            connection.execute("select 'a'::text = 'a'::varchar")
+        put(connection, tables, "mail", "1")
+        assert count(connection, tables) == 1
+
+
+@hostile_only
+@pytest.mark.ruling("4.10")
+def test_hostile_partitions_have_equal_ctids(admin: Connection, tables: TableMap) -> None:
+    admin.execute(f"truncate {tables.qualified('jobs')}".encode())  # rows of earlier tests may still take up room
+    for kind in ("mail", "index", "elsewhere"):
+        put(admin, tables, kind, "same")
+    found = admin.execute(f"select kind, ctid, tableoid::regclass::text from {tables.qualified('jobs')}".encode()).fetchall()
+    assert len({ctid for _, ctid, _ in found}) == 1
+    assert len({partition for *_, partition in found}) == 3
+    assert admin.execute("select count(*) from pgworker.job_states").fetchone() == (3,)
+
+
+async def test_async_tests_run_without_a_mark(dsn: str) -> None:
+    async with await psycopg.AsyncConnection.connect(dsn) as connection:
+        cursor = await connection.execute("select 1")
+        assert await cursor.fetchone() == (1,)
