@@ -1,4 +1,4 @@
-"""pgworker: a Postgres-native job runtime for Python. Enqueue in your own transaction, work with fenced leases, no broker."""
+"""pgworker: a Postgres-native job runtime for Python. Transactional enqueue, fenced leases, no broker."""
 
 from __future__ import annotations
 

@@ -8,26 +8,39 @@ import weakref
 from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Literal, Self, TypeAlias, TypeVar, cast
 
+import anyio
+import anyio.to_thread
 import psycopg
-from psycopg.pq import TransactionStatus
+from psycopg.pq import ConnStatus, TransactionStatus
 
-from pgworker.client import PutMany, put_jobs
-from pgworker.config import Settings, connect_options
-from pgworker.db import AsyncConnection, Database, Flow, SyncConnection, SyncDatabase, drive, drive_sync, send, send_sync
-from pgworker.errors import ConfigError, PgworkerError, UnknownKind
+from pgworker.client import put_jobs
+from pgworker.config import Settings
+from pgworker.db import (
+    AsyncConnection,
+    Database,
+    Flow,
+    SyncConnection,
+    SyncDatabase,
+    drive,
+    drive_sync,
+    send,
+    send_sync,
+)
+from pgworker.errors import PgworkerError
 from pgworker.events import Events
-from pgworker.hints import Hints
 from pgworker.job import Enqueued, IfPending, NewJob, Urgency
 from pgworker.kind import Apply, Handler, Kind, declare_kind, handled_kind
 from pgworker.middleware import Middleware
 from pgworker.policy import STORE_TIMEOUT, Lease, Policy, PolicyOptions, Stop, make_policy
+from pgworker.registry import Registry
 from pgworker.retry import Backoff
 from pgworker.worker import Worker
 
 H = TypeVar("H", bound=Handler)
 T = TypeVar("T")
+_Databases: TypeAlias = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[int, Database]]
 
 _CONNECTIONS = 4
 
@@ -35,8 +48,8 @@ _CONNECTIONS = 4
 class App:
     """The kinds of an application and its door to the jobs table.
 
-    Making one connects to nothing: the DSN is looked up (argument, else PGWORKER_DSN) and pools are opened at first use,
-    one for each event loop and process, so that a fork or a second loop shares no socket. `async with app` closes them.
+    Making one connects to nothing: the DSN is looked up (argument, else PGWORKER_DSN) and pools are opened at first
+    use, one for each event loop and process, so that a fork or a second loop shares no socket. `async with app` closes.
     """
 
     def __init__(
@@ -47,40 +60,29 @@ class App:
         listen_dsn: str | None = None,
         middleware: Sequence[Middleware] = (),
     ) -> None:
-        self._given = (dsn, schema, listen_dsn)
-        self._settings: Settings | None = None
-        self._kinds: dict[str, Kind] = {}
+        self._registry = Registry(dsn=dsn, schema=schema, listen_dsn=listen_dsn)
         self._middleware = tuple(middleware)
-        self._databases: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[int, Database]]
-        self._databases = weakref.WeakKeyDictionary()
-        self._hints: Hints | None = None
+        self._databases: _Databases = weakref.WeakKeyDictionary()
         self.events = Events()
-        self.sync = SyncApp(self)
+        self.sync = SyncApp(self._registry)
 
     # --- configuration ----------------------------------------------------------------------------------------------
 
     @property
     def settings(self) -> Settings:
         """The effective settings. Raises ConfigError when no DSN was given and PGWORKER_DSN is not set."""
-        if self._settings is None:
-            dsn, schema, listen_dsn = self._given
-            self._settings = Settings.load(dsn, schema=schema, listen_dsn=listen_dsn)
-        return self._settings
+        return self._registry.settings
 
     def configure(self, *, dsn: str | None = None, schema: str | None = None, listen_dsn: str | None = None) -> None:
         """Settings that win over those given to App, as the command line's do. Raises ConfigError after first use."""
-        if self._settings is not None:
-            msg = "the app is in use already: configure it before its first enqueue or run"
-            raise ConfigError(msg)
-        old_dsn, old_schema, old_listen_dsn = self._given
-        self._given = (dsn or old_dsn, schema or old_schema, listen_dsn or (old_listen_dsn if dsn is None else None))
+        self._registry.configure(dsn=dsn, schema=schema, listen_dsn=listen_dsn)
 
     @property
     def kinds(self) -> dict[str, Kind]:
         """The registered kinds by name, a copy."""
-        return dict(self._kinds)
+        return self._registry.kinds
 
-    def kind(  # noqa: PLR0913 - the options of a kind, by keyword
+    def kind(
         self,
         name: str,
         *,
@@ -101,11 +103,11 @@ class App:
         payload_limit: int | None = None,
         version: int = 1,
     ) -> Callable[[H], H]:
-        """Register a handler: `async def` runs in the event loop, `def` in a thread; with `batch` it gets a list of jobs.
+        """Register a handler: `async def` runs in the event loop, `def` in a thread; with `batch` it gets a list.
 
-        Numbers for times are seconds. None and zero mean the preset's value; -1 for max_attempts and max_evictions means
-        no limit. `apply(connection, job, value)` makes the app's own writes in the transaction that completes the job.
-        Raises ConfigError for options that cannot work together.
+        Numbers for times are seconds. None and zero mean the preset's value; -1 for max_attempts and max_evictions
+        means no limit. `apply(connection, job, value)` makes the app's own writes in the transaction that completes
+        the job. Raises ConfigError for options that cannot work together.
         """
         policy = _policy(
             preset,
@@ -125,7 +127,7 @@ class App:
         )
 
         def register(handler: H) -> H:
-            self._add(
+            self._registry.add(
                 handled_kind(
                     name,
                     policy,
@@ -146,24 +148,11 @@ class App:
     ) -> None:
         """Make a kind known that is enqueued here and handled elsewhere."""
         policy = make_policy("standard", {})
-        self._add(declare_kind(name, policy, payload=payload, payload_limit=payload_limit, version=version))
-
-    def _add(self, kind: Kind) -> None:
-        if kind.name in self._kinds:
-            msg = f"kind {kind.name!r} is registered already"
-            raise ConfigError(msg)
-        self._kinds[kind.name] = kind
-
-    def _known(self, name: str) -> Kind:
-        if name not in self._kinds:
-            known = ", ".join(sorted(self._kinds)) or "none yet"
-            msg = f"unknown kind {name!r} (known: {known}); a kind handled elsewhere is made known by app.declare()"
-            raise UnknownKind(msg)
-        return self._kinds[name]
+        self._registry.add(declare_kind(name, policy, payload=payload, payload_limit=payload_limit, version=version))
 
     # --- enqueue ----------------------------------------------------------------------------------------------------
 
-    async def enqueue(  # noqa: PLR0913 - the options of a job, by keyword
+    async def enqueue(
         self,
         kind: str,
         payload: object = None,
@@ -180,8 +169,8 @@ class App:
     ) -> Enqueued:
         """Enqueue one job: in a transaction of its own, or in that of `conn`, a psycopg.AsyncConnection.
 
-        Raises PayloadError or ConfigError before anything is sent, UnknownKind, and psycopg.Error as it comes. Locks the
-        job's row, if it changes, until the transaction ends. When cancelled, the job may or may not have been enqueued.
+        Raises PayloadError or ConfigError before anything is sent, UnknownKind, and psycopg.Error as it comes. Locks
+        the job's row, if it changes, until the transaction ends. When cancelled, the job may have been enqueued or not.
         """
         job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
         return (await self.enqueue_many(kind, [job], if_pending=if_pending, conn=conn))[0]
@@ -195,31 +184,14 @@ class App:
         conn: AsyncConnection | None = None,
     ) -> list[Enqueued]:
         """Enqueue jobs of one kind, all or none, in one statement; the answers are in the order of the jobs."""
-        flow = put_jobs(self.settings.tables, self._known(kind), jobs, if_pending=if_pending)
+        flow = put_jobs(self.settings.tables, self._registry.known(kind), jobs, if_pending=if_pending)
         if conn is None:
             put = await drive(flow, (await self._database()).run)
         else:
-            given = _usable(conn, psycopg.AsyncConnection, "app.sync.enqueue")
+            _check_connection(conn, psycopg.AsyncConnection, "app.sync.enqueue")
 
-            async def run(statement: Any) -> Any:
-                return await send(given, statement)
-
-            put = await drive(flow, run)
-        return self._hint(kind, put, owned=conn is None)
-
-    def _hint(self, kind: str, put: PutMany, *, owned: bool) -> list[Enqueued]:
-        """Wake the workers once the transaction has committed: our own has."""
-        if put.transaction is not None:
-            self.hints.ready(kind, transaction=None if owned else put.transaction)
-        return put.enqueued
-
-    @property
-    def hints(self) -> Hints:
-        """The process's sender of wake-ups."""
-        if self._hints is None:
-            settings = self.settings
-            self._hints = Hints(settings.dsn, connect_options("hints"), channel=settings.tables.channel)
-        return self._hints
+            put = await drive(flow, lambda statement: send(conn, statement))
+        return self._registry.hint(kind, put, committed=conn is None)
 
     async def _database(self) -> Database:
         loop = asyncio.get_running_loop()
@@ -238,8 +210,8 @@ class App:
 
     def worker(self, kinds: Sequence[str] | None = None) -> Worker:
         """A worker for these kinds, or for all that have a handler. Raises UnknownKind, ConfigError."""
-        names = [kind.name for kind in self._kinds.values() if kind.handler is not None] if kinds is None else kinds
-        chosen = [self._known(name) for name in dict.fromkeys(names)]
+        names = self._registry.handled() if kinds is None else kinds
+        chosen = [self._registry.known(name) for name in dict.fromkeys(names)]
         return Worker(self.settings, chosen, events=self.events, middleware=self._middleware)
 
     async def run(self, kinds: Sequence[str] | None = None) -> None:
@@ -248,7 +220,7 @@ class App:
 
     # --- lifetime ---------------------------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> App:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -261,18 +233,17 @@ class App:
         _, database = self._databases.pop(asyncio.get_running_loop(), (0, None))
         if database is not None:
             await database.close()
-        if self._hints is not None:
-            await asyncio.to_thread(self._hints.close)
+        await anyio.to_thread.run_sync(self._registry.close)
 
 
 class SyncApp:
     """The same front door for synchronous code: `app.sync.enqueue(...)`. Any thread may use it."""
 
-    def __init__(self, app: App) -> None:
-        self._app = app
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         self._database_of: tuple[int, SyncDatabase] | None = None
 
-    def enqueue(  # noqa: PLR0913 - the options of a job, by keyword
+    def enqueue(
         self,
         kind: str,
         payload: object = None,
@@ -300,14 +271,13 @@ class SyncApp:
         conn: SyncConnection | None = None,
     ) -> list[Enqueued]:
         """As App.enqueue_many."""
-        app = self._app
-        flow = put_jobs(app.settings.tables, app._known(kind), jobs, if_pending=if_pending)  # noqa: SLF001
+        flow = put_jobs(self._registry.settings.tables, self._registry.known(kind), jobs, if_pending=if_pending)
         if conn is None:
             put = drive_sync(flow, self._database().run)
         else:
-            given = _usable(conn, psycopg.Connection, "app.enqueue")
-            put = drive_sync(flow, lambda statement: send_sync(given, statement))
-        return app._hint(kind, put, owned=conn is None)  # noqa: SLF001
+            _check_connection(conn, psycopg.Connection, "app.enqueue")
+            put = drive_sync(flow, lambda statement: send_sync(conn, statement))
+        return self._registry.hint(kind, put, committed=conn is None)
 
     def run_flow(self, flow: Flow[T]) -> T:
         """As App.run_flow."""
@@ -315,7 +285,7 @@ class SyncApp:
 
     def _database(self) -> SyncDatabase:
         if self._database_of is None or self._database_of[0] != os.getpid():
-            dsn = self._app.settings.dsn
+            dsn = self._registry.settings.dsn
             database = SyncDatabase(dsn, "enqueue", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
             self._database_of = (os.getpid(), database)
             database.open()
@@ -326,30 +296,29 @@ class SyncApp:
         if self._database_of is not None and self._database_of[0] == os.getpid():
             self._database_of[1].close()
         self._database_of = None
-        if self._app._hints is not None:  # noqa: SLF001 - the two halves of one front door
-            self._app._hints.close()  # noqa: SLF001
+        self._registry.close()
 
 
-def _usable(conn: object, wanted: type[T], other_door: str) -> T:
-    """The given connection, if it can carry an enqueue. Raises TypeError for another kind, PgworkerError for a dead one."""
+def _check_connection(conn: object, wanted: type[object], other_door: str) -> None:
+    """Raise TypeError for a connection of another kind, PgworkerError for one that cannot carry an enqueue."""
     if not isinstance(conn, wanted):
-        hint = f"; use {other_door} for it" if isinstance(conn, (psycopg.Connection, psycopg.AsyncConnection)) else ""
-        msg = f"conn must be a psycopg.{wanted.__name__} here, got {type(conn).__module__}.{type(conn).__name__}{hint}"
+        given = cast("type[object]", type(conn))
+        hint = f"; use {other_door} for it" if issubclass(given, (psycopg.Connection, psycopg.AsyncConnection)) else ""
+        msg = f"conn must be a psycopg.{wanted.__name__} here, got {given.__module__}.{given.__name__}{hint}"
         raise TypeError(msg)
-    if isinstance(conn, (psycopg.Connection, psycopg.AsyncConnection)):
-        if conn.closed:
-            msg = "this connection is closed"
-            raise PgworkerError(msg)
-        if conn.info.transaction_status == TransactionStatus.INERROR:
-            msg = "this connection's transaction has failed: roll it back before you enqueue in it"
-            raise PgworkerError(msg)
-    return conn
+    info = cast("AsyncConnection | SyncConnection", conn).info
+    if info.status != ConnStatus.OK:
+        msg = "this connection is closed"
+        raise PgworkerError(msg)
+    if info.transaction_status == TransactionStatus.INERROR:
+        msg = "this connection's transaction has failed: roll it back before you enqueue in it"
+        raise PgworkerError(msg)
 
 
 def _duration(value: timedelta | float | None) -> timedelta | None:
     return timedelta(seconds=value) if isinstance(value, (int, float)) else value
 
 
-def _policy(preset: str, options: dict[str, Any]) -> Policy:
-    given: PolicyOptions = {name: value for name, value in options.items() if value is not None}  # type: ignore[assignment]
-    return make_policy(preset, given)
+def _policy(preset: str, options: dict[str, object]) -> Policy:
+    given = {name: value for name, value in options.items() if value is not None}
+    return make_policy(preset, cast("PolicyOptions", given))

@@ -57,7 +57,7 @@ class Tools:
 
 
 class Attempt:
-    """Runs the handler once, over one job or a batch. The leases are held from the start, so that waiting costs none."""
+    """Runs the handler once, over a job or a batch. The leases are held from the start, so that waiting costs none."""
 
     def __init__(self, tools: Tools, claims: Sequence[Claim], *, sent_at: float) -> None:
         self._tools = tools

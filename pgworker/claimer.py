@@ -1,4 +1,4 @@
-"""Takes ready jobs for one runner: surveys its lanes, claims from those that are due, refuses what is not a sound claim."""
+"""Takes ready jobs for one runner: surveys its lanes, claims from those that are due, refuses unsound claims."""
 
 from __future__ import annotations
 
@@ -48,25 +48,28 @@ class Claimer:
     runner: str
 
     async def round(self, limit: int) -> Taken:
-        """Claim up to `limit` jobs over all lanes, in their order. Raises ClaimRefused; never waits for a row's lock."""
+        """Claim up to `limit` jobs over all lanes, in order. Raises ClaimRefused; never waits for a row's lock."""
         sent_at = time.monotonic()
         claims: list[Claim] = []
         try:
             dues = await self.database.run(self.queue.survey())
+        except (psycopg.Error, TimeoutError) as error:
+            raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
+        try:
             for due in dues:
                 if len(claims) < limit and due.due_in_seconds is not None and due.due_in_seconds <= 0:
                     claims += await self._claim(due, limit - len(claims))
         except (psycopg.Error, TimeoutError) as error:
             if not claims:
                 raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
+        except ClaimRefused as refused:
+            raise ClaimRefused(refused.code, refused.error, [*claims, *refused.claims]) from refused
         waits = [due.due_in_seconds for due in dues if due.due_in_seconds is not None and due.due_in_seconds > 0]
         return Taken(claims, sent_at, len(claims) == limit, min(waits, default=None))
 
     async def _claim(self, due: Due, limit: int) -> list[Claim]:
         token = uuid4()
-        claims = await self.database.run(
-            self.queue.claim(due.lane, limit=limit, token=token, runner=self.runner)
-        )
+        claims = await self.database.run(self.queue.claim(due.lane, limit=limit, token=token, runner=self.runner))
         if len(claims) > limit:
             raise ClaimRefused(QUEUE_BATCH_LIMIT_EXCEEDED, f"{len(claims)} jobs for a limit of {limit}", claims)
         if not _sound(claims, token):

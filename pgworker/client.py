@@ -1,4 +1,4 @@
-"""What an app asks of the jobs table: enqueue, and the operator's questions. Flows of statements; the app drives them."""
+"""What an app asks of the jobs table, as flows of statements that the app drives."""
 
 from __future__ import annotations
 

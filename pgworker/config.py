@@ -5,26 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypedDict
+
+from psycopg.conninfo import make_conninfo
 
 from pgworker.errors import ConfigError
 from pgworker.tablemap import TableMap
 
 _CONNECT_TIMEOUT_SECONDS = 5
 _APPLICATION_NAME_BYTES = 63
-
-
-class ConnectOptions(TypedDict):
-    """libpq keywords that every connection of ours carries."""
-
-    application_name: str
-    connect_timeout: int
-    keepalives: int
-    keepalives_idle: int
-    keepalives_interval: int
-    keepalives_count: int
-    tcp_user_timeout: int
-    target_session_attrs: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +32,7 @@ class Settings:
         listen_dsn: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Settings:
-        """What was given, else PGWORKER_DSN, PGWORKER_LISTEN_DSN and PGWORKER_SCHEMA; raises ConfigError without a DSN."""
+        """What was given, else PGWORKER_DSN, PGWORKER_LISTEN_DSN, PGWORKER_SCHEMA. Raises ConfigError without a DSN."""
         environ = os.environ if environ is None else environ
         dsn = dsn or environ.get("PGWORKER_DSN")
         if not dsn:
@@ -57,8 +45,13 @@ class Settings:
         )
 
 
-def connect_options(role: str) -> ConnectOptions:
-    """Keywords for a connection with this role (`worker`, `listen`, `lease`, ...), shown in pg_stat_activity.
+def conninfo(dsn: str, role: str) -> str:
+    """The DSN with our own keywords in it; they win."""
+    return make_conninfo(dsn, **connect_options(role))
+
+
+def connect_options(role: str) -> dict[str, str | int]:
+    """Libpq keywords for a connection with this role (`worker`, `listen`, `lease`, ...), shown in pg_stat_activity.
 
     Keepalives notice a dead peer while we wait, tcp_user_timeout while our own bytes are unacknowledged: without both a
     silent network loss hangs for minutes. A standby is never good enough: everything here writes.

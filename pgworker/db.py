@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
-from typing import Any, LiteralString, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import anyio
 import psycopg
@@ -15,7 +15,7 @@ from psycopg import errors as pg
 from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, ConnectionPool
 
-from pgworker.config import connect_options
+from pgworker.config import conninfo
 from pgworker.statements import Row, Statement
 
 T = TypeVar("T")
@@ -44,9 +44,9 @@ along jobs_ready on tables whose statistics are young or missing. Values never r
 _SERVER_MARGIN = timedelta(milliseconds=500)  # the server gives up first, so that it frees the locks as well
 
 
-def session_settings(deadline: timedelta) -> str:
+def session_settings(deadline: timedelta) -> bytes:
     """The SET commands for a session whose statements have this deadline."""
-    return SESSION.format(timeout_ms=int((deadline - _SERVER_MARGIN).total_seconds() * 1000))
+    return SESSION.format(timeout_ms=int((deadline - _SERVER_MARGIN).total_seconds() * 1000)).encode()
 
 
 def is_outage(error: BaseException) -> bool:
@@ -73,7 +73,7 @@ _CONFLICT_TRIES = 3
 
 def _pause_after_conflict(tried: int) -> float:
     """Seconds to wait before sending again what lost against another transaction: short, growing, spread."""
-    return random.uniform(0.005, 0.02) * 2**tried  # noqa: S311 - spreads retries, guards nothing
+    return random.uniform(0.005, 0.02) * float(2**tried)  # noqa: S311 - spreads retries, guards nothing
 
 
 async def send(connection: AsyncConnection, statement: Statement[T]) -> T:
@@ -102,8 +102,8 @@ class Database:
     def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int) -> None:
         self.deadline = deadline
         self._pool: AsyncConnectionPool[AsyncConnection] = AsyncConnectionPool(
-            dsn,
-            kwargs={**connect_options(role), "autocommit": True},
+            conninfo(dsn, role),
+            kwargs={"autocommit": True},
             min_size=1,
             max_size=connections,
             open=False,
@@ -115,7 +115,7 @@ class Database:
         )
 
     async def _configure(self, connection: AsyncConnection) -> None:
-        await connection.execute(cast("LiteralString", session_settings(self.deadline)))
+        await connection.execute(session_settings(self.deadline))
 
     async def open(self) -> None:
         """Start the pool; connections are made in the background."""
@@ -137,20 +137,21 @@ class Database:
                 except (pg.SerializationFailure, pg.DeadlockDetected):
                     await anyio.sleep(_pause_after_conflict(tried))
             return await self._once(statement)
+        raise AssertionError  # fail_after has raised
 
     async def _once(self, statement: Statement[T]) -> T:
         async with self._connection() as connection:
             return await send(connection, statement)
 
     @asynccontextmanager
-    async def transaction(self) -> AsyncIterator[AsyncConnection]:
+    async def transaction(self) -> AsyncGenerator[AsyncConnection, None]:
         """One transaction: committed at the end, rolled back by an exception; shielded and bounded like run."""
         with anyio.CancelScope(shield=True), anyio.fail_after(self.deadline.total_seconds()):
             async with self._connection() as connection, connection.transaction():
                 yield connection
 
     @asynccontextmanager
-    async def _connection(self) -> AsyncIterator[AsyncConnection]:
+    async def _connection(self) -> AsyncGenerator[AsyncConnection, None]:
         async with self._pool.connection() as connection:
             try:
                 yield connection
@@ -165,8 +166,8 @@ class SyncDatabase:
     def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int) -> None:
         self.deadline = deadline
         self._pool: ConnectionPool[SyncConnection] = ConnectionPool(
-            dsn,
-            kwargs={**connect_options(role), "autocommit": True},
+            conninfo(dsn, role),
+            kwargs={"autocommit": True},
             min_size=0,
             max_size=connections,
             open=False,
@@ -177,7 +178,7 @@ class SyncDatabase:
         )
 
     def _configure(self, connection: SyncConnection) -> None:
-        connection.execute(cast("LiteralString", session_settings(self.deadline)))
+        connection.execute(session_settings(self.deadline))
 
     def open(self) -> None:
         """Start the pool; connections are made when they are needed."""
@@ -201,13 +202,13 @@ class SyncDatabase:
             return send_sync(connection, statement)
 
     @contextmanager
-    def transaction(self) -> Iterator[SyncConnection]:
+    def transaction(self) -> Generator[SyncConnection, None, None]:
         """One transaction: committed at the end, rolled back by an exception."""
         with self._connection() as connection, connection.transaction():
             yield connection
 
     @contextmanager
-    def _connection(self) -> Iterator[SyncConnection]:
+    def _connection(self) -> Generator[SyncConnection, None, None]:
         with self._pool.connection() as connection:
             try:
                 yield connection

@@ -252,7 +252,7 @@ class Finisher:
             return back.answer
 
 
-class _TakeBack(Exception):  # noqa: N818 - no error: it rolls the app's writes back and carries the verdict out
+class _TakeBack(Exception):
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer.verdict)
         self.answer = answer
@@ -279,4 +279,4 @@ def _trouble_code(decision: Decision) -> str:
 
 def _backoff(failures: int) -> float:
     """Seconds before the next try after so many failures in a row: 50 ms doubling to a second, spread."""
-    return min(1.0, 0.05 * 2 ** min(failures, 10)) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries
+    return min(1.0, 0.05 * float(2 ** min(failures, 10))) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries

@@ -26,8 +26,8 @@ from uuid import UUID
 P = TypeVar("P")
 
 State: TypeAlias = Literal["pending", "succeeded", "failed", "cancelled"]
-"""Stored states. pending: waits or runs (scheduled, ready, running, expired are derived from its times and its lease)
-until a settle or an operator ends it. succeeded, failed, cancelled: ended; only a new enqueue or an operator reopens."""
+"""Stored states. pending: waits or runs (scheduled, ready, running, expired are derived from its times and lease) until
+a settle or an operator ends it. succeeded, failed, cancelled: ended; only a new enqueue or an operator reopens."""
 
 Urgency: TypeAlias = Literal["fresh", "catch_up"]
 """Priority class: fresh is what users wait for, catch_up is backfill."""
@@ -36,8 +36,9 @@ IfPending: TypeAlias = Literal["replace", "keep"]
 """What an enqueue does to work of the same key that has not ended: replace it, or leave it alone."""
 
 EnqueueStatus: TypeAlias = Literal["created", "replaced", "superseded", "unchanged", "kept", "requeued"]
-"""created: a new row. replaced: pending work has the new payload. superseded: so it has, and a running attempt lost its
-lease. unchanged: same revision, nothing was written. kept: if_pending="keep" found pending work. requeued: ended before."""
+"""created: a new row. replaced: pending work has the new payload. superseded: so it has, and a running attempt lost
+its lease. unchanged: same revision, nothing was written. kept: if_pending="keep" found pending work. requeued: it had
+ended."""
 
 Verdict: TypeAlias = Literal["done", "expired", "busy", "lost"]
 """Answer of a fenced statement for one row. done: written. expired: the lease had run out. busy: somebody holds the
@@ -60,7 +61,7 @@ URGENCIES: dict[Urgency, int] = {"fresh": 0, "catch_up": 1}
 class NewJob:
     """One job to enqueue: the payload and, for latest-value work, the key and revision of what it is about.
 
-    `delay` counts from the database's clock at the insert; `ready_at` is an aware instant; at most one of them is given.
+    `delay` counts from the database's clock at the insert; `ready_at` is an aware instant; at most one is given.
     A smaller `priority` runs first.
     """
 

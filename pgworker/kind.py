@@ -56,7 +56,7 @@ def declare_kind(name: str, policy: Policy, *, payload: object, payload_limit: i
     return Kind(name, policy, codec_for(payload, limit=payload_limit or DEFAULT_LIMIT_BYTES), version=version)
 
 
-def handled_kind(  # noqa: PLR0913 - the parts of a kind, by keyword
+def handled_kind(
     name: str,
     policy: Policy,
     handler: Handler,
@@ -72,7 +72,7 @@ def handled_kind(  # noqa: PLR0913 - the parts of a kind, by keyword
     check_kind(name)
     is_async = inspect.iscoroutinefunction(handler)
     if apply is not None and inspect.iscoroutinefunction(apply) != is_async:
-        msg = f"kind {name!r}: handler and apply must both be `async def` or both be `def` (apply shares its connection type)"
+        msg = f"kind {name!r}: handler and apply must both be `async def` or both be `def`"
         raise ConfigError(msg)
     hints = _hints(name, handler)
     annotated = _payload_type(name, hints, batch=batch)

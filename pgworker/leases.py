@@ -1,5 +1,8 @@
-"""Keeps the leases of a process alive: an OS thread with a connection of its own, so that a handler that blocks the event
-loop (but releases the interpreter) cannot lose its lease. It renews through a shutdown too, until the last handler ended."""
+"""Keeps the leases of a process alive, from an OS thread with a connection of its own.
+
+So a handler that blocks the event loop (but releases the interpreter) cannot lose its lease. The thread renews through
+a shutdown too, until the last handler has ended.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import LiteralString, cast
+from typing import cast
 
 import psycopg
 
-from pgworker.config import Settings, connect_options
+from pgworker.config import Settings, conninfo
 from pgworker.db import SyncConnection, send_sync, session_settings
 from pgworker.job import Cause, Claim
 from pgworker.policy import Lease
@@ -45,13 +48,13 @@ class Held:
 
 
 def _guard(lease: Lease, sent_at: float) -> float:
-    """When a lease that was asked for at `sent_at` may have ended: a little earlier, so that nobody runs beside its heir."""
+    """When a lease that was asked for at `sent_at` may end: a little earlier, so that nobody runs beside its heir."""
     ttl = lease.ttl.total_seconds()
     return sent_at + ttl - min(1.0, ttl * 0.05)
 
 
 class LeaseKeeper:
-    """The leases held by this process. Any thread may hold and drop; `run` renews and `guard` watches, each in its thread."""
+    """The leases of this process. Any thread may hold and drop; `run` renews and `guard` watches, each in a thread."""
 
     def __init__(self, settings: Settings, *, deadline: timedelta) -> None:
         self._settings = settings
@@ -92,7 +95,7 @@ class LeaseKeeper:
             self._disconnect()
 
     def guard(self) -> None:
-        """Stop the runs whose lease may have ended, until closed. A thread of its own: run may hang in a dead network."""
+        """Stop the runs whose lease may have ended, until closed. A thread of its own: run may hang in a dead net."""
         with self._changed:
             while not self._closed:
                 now = time.monotonic()
@@ -142,8 +145,8 @@ class LeaseKeeper:
 
     def _connected(self) -> SyncConnection:
         if self._connection is None or self._connection.closed:
-            self._connection = psycopg.connect(self._settings.dsn, autocommit=True, **connect_options("lease"))
-            self._connection.execute(cast("LiteralString", session_settings(self._deadline)))
+            self._connection = psycopg.connect(conninfo(self._settings.dsn, "lease"), autocommit=True)
+            self._connection.execute(session_settings(self._deadline))
         return self._connection
 
     def _disconnect(self) -> None:

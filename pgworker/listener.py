@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 30.0  # over all hosts of the DSN; each has its own connect_timeout
 _UNLISTEN_SECONDS = 1.0
-# No notification is worth waiting for the disk or a standby. The setting is local to the statement: behind a transaction
-# pooler a SET would turn off durability for a stranger.
+# No notification is worth waiting for the disk or a standby. The setting is local to the statement: behind a pooler of
+# transactions, SET would turn off durability for a stranger.
 _NOTIFY = "select pg_catalog.set_config('synchronous_commit', 'off', true), pg_catalog.pg_notify(%s, %s)"
 
 _Connection: TypeAlias = psycopg.AsyncConnection[TupleRow]

@@ -1,4 +1,4 @@
-"""What a worker does beside its jobs: free expired leases, and say that it lives. Bounded, repeatable, nobody's privilege."""
+"""What a worker does beside its jobs: free expired leases, say that it lives. Bounded, repeatable, no leader."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RELEASE = version("pgworker")
 
 
 async def reap_forever(queue: Queue, database: Database, wake: Callable[[], None]) -> None:
-    """Every quarter of a minute, free or end the expired leases of a queue; an error is logged and tried at the next turn.
+    """Every quarter of a minute, free or end the expired leases of a queue; errors are logged and outwaited.
 
     Claims take most expired leases over by themselves. This ends what a claim may not take: jobs at their limit of
     evictions, and those whose cancel was requested.

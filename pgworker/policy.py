@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict, cast
 
 from pgworker.errors import ConfigError
 from pgworker.retry import Backoff
@@ -50,7 +50,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """What a stop does to running jobs: let them end (`drain`, at most for `grace`, then release) or `release` at once."""
+    """What a stop does to running jobs: let them end (`drain`, at most for `grace`), or give them back (`release`)."""
 
     mode: Literal["drain", "release"] = "drain"
     grace: timedelta | None = None
@@ -85,7 +85,9 @@ class Policy:
     """What a crash (an exception outside Exception, such as SystemExit) does to its jobs."""
 
     def __post_init__(self) -> None:
-        _check(holds=1 <= self.concurrency <= MAX_BATCH, message=f"concurrency is 1 to {MAX_BATCH}, got {self.concurrency}")
+        _check(
+            holds=1 <= self.concurrency <= MAX_BATCH, message=f"concurrency: 1 to {MAX_BATCH}, got {self.concurrency}"
+        )
         _check(holds=1 <= self.batch <= MAX_BATCH, message=f"batch is 1 to {MAX_BATCH}, got {self.batch}")
         _check(holds=timedelta(0) <= self.window <= _LONGEST, message=f"window must not be negative, got {self.window}")
         _check(holds=timedelta(0) < self.poll <= _LONGEST, message=f"poll must be positive, got {self.poll}")
@@ -105,7 +107,7 @@ class Policy:
 
 
 def covering_ttl(timeout: timedelta | None, batch: int) -> timedelta:
-    """The shortest lease that covers a call: its deadline, then two statements a job, the claim's own and the clean-up's."""
+    """The shortest lease that covers a call: its deadline, then two statements a job, the claim and the clean-up."""
     if timeout is None:
         msg = "a lease without renewal needs a timeout to cover"
         raise ConfigError(msg)
@@ -203,10 +205,11 @@ def make_policy(preset: str, options: PolicyOptions) -> Policy:
         if value or (name == "window" and value is not None)  # no window at all is a fair wish; no limit of zero is
     }
     if base.lease.heartbeat is None and "lease" not in given:
-        timeout, batch = given.get("timeout", base.timeout), given.get("batch", base.batch)
-        given["lease"] = Lease.cover(max(base.lease.ttl, covering_ttl(timeout, batch)))  # type: ignore[arg-type]
+        timeout = cast("timedelta | None", given.get("timeout", base.timeout))
+        batch = cast("int", given.get("batch", base.batch))
+        given["lease"] = Lease.cover(max(base.lease.ttl, covering_ttl(timeout, batch)))
     try:
-        return replace(base, **given)  # type: ignore[arg-type]
+        return replace(base, **cast("Any", given))
     except OverflowError as error:
         msg = f"these times are too long to add up: {options}"
         raise ConfigError(msg) from error

@@ -36,7 +36,7 @@ Lifecycle: TypeAlias = Literal["stopped", "running", "retrying", "paused"]
 
 @dataclass(frozen=True, slots=True)
 class RunnerStatus:
-    """A runner at one moment, counted from the start of its process. `last_error` is a safe code; a success clears it."""
+    """A runner at one moment, counted from its start. `last_error` is a safe code, cleared by the next success."""
 
     kind: str
     lifecycle: Lifecycle
@@ -223,7 +223,7 @@ class Runner:
         await self.wake.wait(min(poll, due_in))
 
     async def _wait_out_pause(self) -> None:
-        while (seconds := self._paused_until - time.monotonic()) > 0:
+        while (seconds := self._paused_until - time.monotonic()) > 0:  # noqa: ASYNC110 - a time, which calls may move
             await anyio.sleep(seconds)
 
     async def _free_slots(self) -> int:

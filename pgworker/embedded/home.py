@@ -22,26 +22,27 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 
 from pgworker.embedded.account import Account
 from pgworker.embedded.binaries import SYSTEM_CACHE, make_folders
+from pgworker.embedded.supervisor import open_lock
 from pgworker.errors import ConfigError, PgworkerError
 
 MARK = "start.lock"
+SOCKET_PORT = 5432  # only names the socket; nothing listens on it unless TCP was asked for
 
 # macOS has room for 103 bytes and the final NUL, Linux for four more.
 _LONGEST_SOCKET_PATH = 103
 _LONGEST_SOCKET_NAME = len("/.s.PGSQL.65535")
 _TICK = 0.02
 
-_OURS = frozenset(
-    {
-        "config_file", "data_directory", "external_pid_file", "fsync", "hba_file", "listen_addresses", "log_destination",
-        "logging_collector", "port", "unix_socket_directories", "unix_socket_permissions",
-    }
-)  # fmt: skip
+_PLACE_AND_LOG = (
+    "listen_addresses port unix_socket_directories unix_socket_permissions log_destination logging_collector"
+)
+_FILES = "config_file data_directory external_pid_file hba_file"
+_OURS = frozenset(f"fsync {_PLACE_AND_LOG} {_FILES}".split())
 _PLACE = ("port", "unix_socket_directories")
 
 
@@ -74,7 +75,7 @@ def prepare_home(home: Path, account: Account) -> None:
         )
     if not (home / MARK).exists() and any(home.iterdir()) and not (home / MARK).exists():
         raise ConfigError(f"{home} is not empty and was not made by pgworker: choose another data_dir")
-    os.close(os.open(home / MARK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600))
+    os.close(open_lock(home / MARK))
     _own(home, account, 0o710 if account.switch else 0o700)
     if account.switch and not account.can_enter(home):
         raise ConfigError(
@@ -95,11 +96,6 @@ def _own(path: Path, account: Account, mode: int) -> None:
 # --- locks ----------------------------------------------------------------------------------------------------------
 
 
-def open_lock(path: Path) -> int:
-    """Open a lock file; each opening locks for itself, so the locks hold between threads as well as processes."""
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-
-
 def try_lock(fd: int, operation: int) -> bool:
     """Take a lock if it is free."""
     try:
@@ -118,7 +114,7 @@ def wait_for_lock(fd: int, operation: int, deadline: float, *, what: str) -> Non
 
 
 @contextlib.contextmanager
-def start_lock(home: Path, deadline: float) -> Iterator[None]:
+def start_lock(home: Path, deadline: float) -> Generator[None, None, None]:
     """Be the only one who starts or stops this folder's server; a process that is killed loses the lock at once."""
     fd = open_lock(home / MARK)
     try:
@@ -162,8 +158,8 @@ def check_major(home: Path, major: int) -> None:
         return
     if made_by != str(major):
         raise ConfigError(
-            f"the data in {home} was made by PostgreSQL {made_by}, these binaries are {major}: give bin_dir= the binaries of "
-            f"{made_by} (and pg_dump there what you want to keep), or choose another data_dir"
+            f"the data in {home} was made by PostgreSQL {made_by}, these binaries are {major}: give bin_dir= the "
+            f"binaries of {made_by} (and pg_dump there what you want to keep), or choose another data_dir"
         )
 
 
@@ -175,7 +171,7 @@ def socket_folder(home: Path, account: Account) -> Path:
     inside = home / "run"
     folder = inside if _fits_socket(inside) else Path(_last_value(home, "unix_socket_directories").strip('"'))
     if not _is_private(folder, account):
-        folder = Path(tempfile.mkdtemp(prefix="pgworker-", dir="/tmp"))  # noqa: S108 - made afresh, 0700, and short everywhere
+        folder = Path(tempfile.mkdtemp(prefix="pgworker-", dir="/tmp"))  # short everywhere
     if account.switch:
         os.chown(folder, account.uid, account.gid, follow_symlinks=False)
     return folder
@@ -203,8 +199,9 @@ def _is_private(folder: Path, account: Account) -> bool:
 def pick_port(home: Path) -> int:
     """Name the last TCP port if it is free now, else any that is."""
     last = _last_value(home, "port")
-    for wanted in (int(last) if last.isdigit() else 0, 0):
+    for wanted in (int(last) if last.isdigit() and last != str(SOCKET_PORT) else 0, 0):
         with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as Postgres does: old connections may linger
             try:
                 probe.bind(("127.0.0.1", wanted))
             except OSError:

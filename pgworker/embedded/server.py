@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -20,7 +22,6 @@ from pgworker.embedded.binaries import Binaries, find_binaries
 from pgworker.embedded.supervisor import Plan, Postmaster
 from pgworker.errors import ConfigError, PgworkerError
 
-_PORT = 5432  # names the socket; nothing listens on it unless TCP was asked for
 _TICK = 0.02
 _TCP_TRIES = 3
 
@@ -85,9 +86,9 @@ class EmbeddedPostgres:
     def start(self) -> str:
         """Own the server, start it if it does not run, and give its DSN once it takes connections.
 
-        Called again it makes sure that the server runs. Raises ConfigError when the folder, the binaries or the settings
-        cannot work and PgworkerError when the server does not come up in time; nothing is owned then. Blocks; cancelling
-        is not possible, `start_timeout` bounds it.
+        Called again it makes sure that the server runs. Raises ConfigError when the folder, the binaries or the
+        settings cannot work and PgworkerError when the server does not come up in time; nothing is owned then. Blocks:
+        `start_timeout` bounds it.
         """
         with self._mutex:
             try:
@@ -96,7 +97,7 @@ class EmbeddedPostgres:
                 raise PgworkerError(f"no embedded server in {self._home}: {_with_remedy(str(error))}") from error
 
     def stop(self) -> None:
-        """Give the server back; the last owner waits until it is down. Does nothing when not started, or in a forked child.
+        """Give the server back; the last owner waits until it is down. Does nothing when not started or in a fork.
 
         Raises PgworkerError when the server does not end in time (it is being killed, a disk does not answer).
         """
@@ -145,7 +146,7 @@ class EmbeddedPostgres:
 
     def _become_owner(self, deadline: float) -> int:
         """Take a share; while a supervisor is on its way down it holds them all, so wait for its end."""
-        owner = homes.open_lock(self._home / "owners.lock")
+        owner = supervisor.open_lock(self._home / "owners.lock")
         try:
             homes.wait_for_lock(owner, fcntl.LOCK_SH, deadline, what=f"the server of {self._home} is still stopping")
         except BaseException:
@@ -170,7 +171,8 @@ class EmbeddedPostgres:
             if found is not None and found.ready and supervisor.is_alive(found.pid):
                 self._check_same_settings()
                 return found
-            self._check_deadline(deadline)
+            if time.monotonic() > deadline:
+                raise self._too_late()
             time.sleep(_TICK)
         return None
 
@@ -195,8 +197,9 @@ class EmbeddedPostgres:
             gid=account.group,
             fsync=self._fsync,
         )
+        answer = ""
         for _ in range(_TCP_TRIES if self._tcp else 1):
-            port = homes.pick_port(self._home) if self._tcp else _PORT
+            port = homes.pick_port(self._home) if self._tcp else homes.SOCKET_PORT
             place = {"port": str(port), "unix_socket_directories": f'"{socket_dir}"'}
             homes.write_settings(self._home, account, self._settings | place)
             answer = self._run_supervisor(plan, deadline)
@@ -208,8 +211,8 @@ class EmbeddedPostgres:
 
     def _run_supervisor(self, plan: Plan, deadline: float) -> str:
         """Start the program, which detaches itself, and read what it says until it hangs up."""
-        command = [sys.executable, "-I", "-S", "-W", "ignore", str(Path(supervisor.__file__)), plan.to_json()]
-        starter = subprocess.Popen(  # noqa: S603 - our own program
+        command = [sys.executable, "-I", "-S", "-W", "ignore", str(Path(supervisor.__file__)), json.dumps(asdict(plan))]
+        starter = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -221,18 +224,16 @@ class EmbeddedPostgres:
         )
         with starter:
             try:
-                _, answer = starter.communicate(timeout=max(0.0, deadline - time.monotonic()))
+                answer = starter.communicate(timeout=max(0.0, deadline - time.monotonic()))[1]
             except subprocess.TimeoutExpired:
-                self._check_deadline(deadline)
-                raise
+                raise self._too_late() from None
         return answer.strip().rpartition("\n")[2] or "its supervisor ended without a word"
 
-    def _check_deadline(self, deadline: float) -> None:
-        if time.monotonic() > deadline:
-            raise PgworkerError(
-                f"the server of {self._home} was not ready within {self._start_timeout:g} s (crash recovery may take longer: "
-                f"give a larger start_timeout): {last_line(self.log_file)}"
-            )
+    def _too_late(self) -> PgworkerError:
+        return PgworkerError(
+            f"the server of {self._home} was not ready within {self._start_timeout:g} s (crash recovery may take "
+            f"longer: give a larger start_timeout): {last_line(self.log_file)}"
+        )
 
     def _connection_string(self, running: Postmaster) -> str:
         return homes.connection_string(
@@ -248,8 +249,8 @@ class EmbeddedPostgres:
     def _wait_for_end(self, share: int, deadline: float) -> None:
         """Wait until the supervisor is gone, unless others own the server too.
 
-        The share tells which: free for all of it, the supervisor has not looked yet; free for a share, another owner has
-        one; not at all, the supervisor has begun to stop.
+        The lock tells which: if all of it is free, the supervisor has not looked yet; if only a share is, another owner
+        has one; if nothing is, the supervisor has begun to stop.
         """
         while homes.is_supervised(self._home):
             if not homes.try_lock(share, fcntl.LOCK_EX) and homes.try_lock(share, fcntl.LOCK_SH):

@@ -5,8 +5,8 @@ and does not depend on how its starter found pgworker. It stands in a session of
 asks: an owner is a shared lock on `owners.lock`, its own life is an exclusive lock on `supervisor.lock`, and the kernel
 drops both with the processes that hold them, `kill -9` included.
 
-It tells its starter "ready", or why not, through standard error, and closes that. If it is killed itself, Linux sends
-the server SIGINT (fast shutdown); elsewhere the next start ends what was left.
+It tells its starter "ready", or why not, through standard error. If it is killed itself, Linux sends the server SIGINT
+(fast shutdown); elsewhere the next start ends what was left.
 """
 
 from __future__ import annotations
@@ -25,10 +25,8 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 READY = "ready"
 SUPERUSER = "postgres"
@@ -43,7 +41,8 @@ _TELLING = re.compile(rb"FATAL:|PANIC:|error:|could not bind|configuration param
 _STARTING = b"pgworker: starting "
 _TICK = 0.01
 _PR_SET_PDEATHSIG = 1
-_BY_KERNEL = Path("/proc/self").is_dir()
+_LIBC = ctypes.CDLL(None)
+_HAS_PROC = Path("/proc/self").is_dir()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +56,6 @@ class Plan:
     uid: int | None
     gid: int | None
     fsync: bool
-
-    def to_json(self) -> str:
-        """Give the plan as the program's one argument."""
-        return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +73,7 @@ class ServerFailed(Exception):
 
 
 def read_postmaster(data: Path) -> Postmaster | None:
-    """Read `postmaster.pid`; None when it is absent, half-written, or of a server that has not got as far as its status."""
+    """Read `postmaster.pid`; None when it is absent, or of a server that has not got as far as its status."""
     try:
         lines = (data / "postmaster.pid").read_text(errors="surrogateescape").splitlines()
         return Postmaster(int(lines[0]), int(lines[3]), lines[4], lines[7].strip() == READY)
@@ -90,12 +85,17 @@ def is_alive(pid: int) -> bool:
     """Tell whether a process runs; a zombie that nobody has waited for yet does not."""
     try:
         os.kill(pid, 0)
-        stat = Path(f"/proc/{pid}/stat").read_bytes() if _BY_KERNEL else b""
+        stat = Path(f"/proc/{pid}/stat").read_bytes() if _HAS_PROC else b""
     except (ProcessLookupError, FileNotFoundError):
         return False
     except PermissionError:
         return True
     return not stat.rpartition(b")")[2].startswith(b" Z")
+
+
+def open_lock(path: Path) -> int:
+    """Open a lock file; each opening locks for itself, so the locks hold between threads as well as processes."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
 
 
 class BoundedLog:
@@ -145,7 +145,6 @@ class Supervisor:
         self._child: subprocess.Popen[bytes] | None = None
         self._log_in, self._log_out = os.pipe()
         self._parent = os.getpid()
-        self._set_deathsig = _deathsig_setter()
 
     def run(self) -> None:
         """Make the data folder if there is none, run the server, start it again if it is killed.
@@ -180,7 +179,7 @@ class Supervisor:
     # --- the server -------------------------------------------------------------------------------------------------
 
     def _serve(self) -> None:
-        announced = False
+        announced, pause = False, 0.1
         while not self._stopping.is_set():
             self._drop_stale_files()
             child = self._spawn("postgres", "-D", str(self._data), "-c", f"config_file={self._home / 'server.conf'}")
@@ -195,7 +194,8 @@ class Supervisor:
             if not ready:
                 raise ServerFailed(f"PostgreSQL did not start (exit {code})")
             self._note(f"the server ended by itself (exit {code}); starting it again")
-            self._stopping.wait(0.1)
+            self._stopping.wait(pause)
+            pause = min(pause * 2, 5.0)  # one that dies again and again must not spend the machine on recovery
 
     def _wait_until_ready(self, child: subprocess.Popen[bytes]) -> bool:
         """Watch `postmaster.pid`; crash recovery may take long, so patience is the starter's business, not ours."""
@@ -207,7 +207,7 @@ class Supervisor:
         return False
 
     def _drop_stale_files(self) -> None:
-        """Remove the pid files of a killed server: the number may be a zombie's or a stranger's, and Postgres would give up.
+        """Remove the pid files of a killed server: the number may be a zombie's or a stranger's, which stops a start.
 
         Safe here: we hold the folder's lock, `end_leftovers` found no process of it, and Postgres has a second guard in
         its shared memory.
@@ -217,57 +217,51 @@ class Supervisor:
             pid = int(stale[0].read_text().split("\n", 1)[0])
         except (FileNotFoundError, ValueError):
             pid = 0
-        if _BY_KERNEL or pid <= 0 or not is_alive(pid):
+        if _HAS_PROC or pid <= 0 or not is_alive(pid):
             for path in stale:
                 path.unlink(missing_ok=True)
 
     # --- initdb -----------------------------------------------------------------------------------------------------
 
     def _make_data(self) -> None:
-        """Run initdb under a temporary name, so that `data` is whole whenever it exists."""
+        """Run initdb in a temporary folder, so that `data` is whole whenever it exists."""
         for leftover in self._home.glob("initdb-*"):
-            _remove(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)  # what is still written to is for the next start
         stage = Path(tempfile.mkdtemp(prefix="initdb-", dir=self._home))
-        secret = stage.with_suffix(".pw")
         try:
-            self._hand_over(stage)
+            secret = stage / "password"
             secret.write_text((self._home / "pgpass").read_text().strip().rpartition(":")[2])
-            secret.chmod(0o600)
-            self._hand_over(secret)
-            child = self._spawn("initdb", *self._initdb_options(stage, secret))
-            code = child.wait()
+            for path in (secret, stage):
+                os.chown(path, -1 if self._plan.uid is None else self._plan.uid, -1)
+            code = self._spawn("initdb", *self._initdb_options(stage / "data", secret)).wait()
             if self._stopping.is_set():
                 return
             if code != 0:
                 raise ServerFailed(f"initdb failed (exit {code})")
-            stage.rename(self._data)
-            if self._plan.fsync:
-                _sync_folder(self._home)
+            (stage / "data").rename(self._data)
+            folder = os.open(self._home, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
         finally:
-            _remove(secret)
-            _remove(stage)
+            shutil.rmtree(stage, ignore_errors=True)
 
-    def _initdb_options(self, stage: Path, secret: Path) -> list[str]:
-        options = ["-D", str(stage), "-U", SUPERUSER, "--auth=scram-sha-256", f"--pwfile={secret}", "--encoding=UTF8"]
+    def _initdb_options(self, data: Path, secret: Path) -> list[str]:
+        options = ["-D", str(data), "-U", SUPERUSER, "--auth=scram-sha-256", f"--pwfile={secret}", "--encoding=UTF8"]
         options += [f"--locale={_libc_locale()}", "--lc-messages=C", "--data-checksums", "--no-instructions"]
         if self._plan.major >= 17:  # noqa: PLR2004 - the first release whose own provider sorts alike on every host
             options += ["--locale-provider=builtin", "--builtin-locale=C.UTF-8"]
         return options if self._plan.fsync else [*options, "--no-sync"]
 
-    def _hand_over(self, path: Path) -> None:
-        if self._plan.uid is not None and self._plan.gid is not None:
-            os.chown(path, self._plan.uid, self._plan.gid, follow_symlinks=False)
-
     # --- processes --------------------------------------------------------------------------------------------------
 
     def _spawn(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
         self._note(f"starting {program}")
-        child = subprocess.Popen(  # noqa: S603 - both names come from the plan, nothing passes a shell
+        child = subprocess.Popen(
             [str(Path(self._plan.bin_dir) / program), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=self._log_out,
             stderr=self._log_out,
-            cwd="/",
+            cwd=self._home,  # by which `end_leftovers` knows it again
             env=_environment(),
             user=self._plan.uid,
             group=self._plan.gid,
@@ -282,21 +276,21 @@ class Supervisor:
         return child
 
     def _die_with_us(self) -> None:
-        """Between fork and exec, after the change of user, which would clear it: ask for a signal at the parent's death.
+        """Ask the kernel, before exec but after the change of user, which clears it, for SIGINT at the parent's death.
 
         The kernel means the parent *thread*: this runs in the main one, which is the last to go.
         """
-        self._set_deathsig(signal.SIGINT)
+        if sys.platform == "linux":
+            _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGINT, 0, 0, 0)
         if os.getppid() != self._parent:
             os._exit(1)
 
     def _watch_owners(self) -> None:
-        """Wait until the last owner is gone, then stop; the lock is kept to the end, so that a new owner waits for it."""
-        fd = os.open(self._home / "owners.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        """Wait until the last owner is gone, then stop; the lock is kept to the end, and a new owner waits for it."""
+        fcntl.flock(open_lock(self._home / "owners.lock"), fcntl.LOCK_EX)
         self.stop()
 
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def _on_signal(self, *_: object) -> None:
         threading.Thread(target=self.stop, daemon=True).start()
 
     def _pump(self) -> None:
@@ -310,7 +304,7 @@ class Supervisor:
 
 
 def end_leftovers(home: Path) -> None:
-    """End the server processes of a folder whose supervisor is gone: a shutdown under way may finish, orphans may not stay.
+    """End the server processes that outlived their parent: a shutdown under way may finish, orphans may not stay.
 
     Raises ServerFailed when they do not even end by SIGKILL (a disk that does not answer).
     """
@@ -332,33 +326,24 @@ def end_leftovers(home: Path) -> None:
 
 
 def _server_pids(home: Path) -> list[int]:
-    """Find processes that run a `postgres` inside the folder (by their own /proc entry, never by a number in a file)."""
-    if not _BY_KERNEL:
+    """Find the servers and initdbs that run inside the folder: by their own entries, never by a number in a file."""
+    if not _HAS_PROC:
         return _server_pid_by_ps(home)
-    inside = os.path.realpath(home) + os.sep
-    found: list[int] = []
-    for entry in os.listdir("/proc"):  # noqa: PTH208 - names are all that is wanted of some hundred entries
-        if not entry.isdigit():
-            continue
-        try:
-            if os.readlink(f"/proc/{entry}/cwd").startswith(inside) and _is_postgres(os.readlink(f"/proc/{entry}/exe")):
-                found.append(int(entry))
-        except OSError:
-            continue  # gone, a zombie, or another user's
+    inside, found = home.resolve(), list[int]()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # gone, a zombie, or another user's
+            program = (process / "exe").readlink().name.removesuffix(" (deleted)")
+            if program in {"postgres", "initdb"} and (process / "cwd").readlink().is_relative_to(inside):
+                found.append(int(process.name))
     return found
-
-
-def _is_postgres(executable: str) -> bool:
-    return Path(executable.removesuffix(" (deleted)")).name == "postgres"
 
 
 def _server_pid_by_ps(home: Path) -> list[int]:
     found = read_postmaster(home / "data")
     if found is None:
         return []
-    shown = subprocess.run(  # noqa: S603 - a number is the only variable part
-        ["/bin/ps", "-o", "args=", "-p", str(found.pid)], capture_output=True, text=True, check=False
-    )
+    command = ["/bin/ps", "-o", "args=", "-p", str(found.pid)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
     return [found.pid] if str(home / "data") in shown.stdout else []
 
 
@@ -372,15 +357,8 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         return
 
 
-def _deathsig_setter() -> Callable[[int], object]:
-    if sys.platform != "linux":
-        return lambda _number: None
-    prctl = ctypes.CDLL(None).prctl
-    return lambda number: prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-
-
 def _environment() -> dict[str, str]:
-    """Nothing of the starter's but what finds programs and libraries: PG* variables would change the server's settings."""
+    """Pass on only what finds programs and libraries: PG* variables would change the server's settings."""
     kept = ("PATH", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
     return {"LC_ALL": "C", "TZ": "UTC"} | {name: os.environ[name] for name in kept if name in os.environ}
 
@@ -393,21 +371,6 @@ def _libc_locale() -> str:
     return "C.UTF-8"
 
 
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
-
-
 def _tell(text: str) -> None:
     """Answer the starter and hang up; what goes wrong from here on is told by the log alone."""
     with contextlib.suppress(OSError):  # it may have lost patience and gone
@@ -415,37 +378,20 @@ def _tell(text: str) -> None:
     os.dup2(1, 2)
 
 
-def _take_over(home: Path) -> bool:
-    """Become the folder's supervisor for the rest of this process' life."""
-    fd = os.open(home / "supervisor.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    for _ in range(100):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(_TICK)
-        else:
-            return True
-    return False
-
-
 def main() -> None:
     """Run the plan given as JSON; the process that was started returns at once, its child goes on."""
     plan = Plan(**json.loads(sys.argv[1]))
-    if not _take_over(Path(plan.home)):
-        sys.exit("another process supervises this folder")
+    fcntl.flock(open_lock(Path(plan.home, "supervisor.lock")), fcntl.LOCK_EX)  # free, but for a look by another process
     if os.fork():
         os._exit(0)
     os.umask(0o077)
     supervisor = Supervisor(plan)
     try:
         supervisor.run()
-    except ServerFailed as failure:
-        _tell(f"{failure}: {supervisor.log.reason}")
+    except (ServerFailed, OSError) as failure:
+        why = f": {supervisor.log.reason}" if isinstance(failure, ServerFailed) else ""
         supervisor.log.write(f"pgworker: {failure}\n".encode())
-        sys.exit(1)
-    except OSError as failure:
-        supervisor.log.write(f"pgworker: error: {failure}\n".encode())
-        _tell(str(failure))
+        _tell(f"{failure}{why}")
         sys.exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Where a handler runs: one coroutine for each place, with the same contract. They never touch the database, never decide."""
+"""Where a handler runs: one coroutine for each place, one contract. Executors decide nothing and use no database."""
 
 from __future__ import annotations
 

@@ -69,6 +69,9 @@ def raised(kind: Kind, error: BaseException, count: int) -> Sequence[Result]:
 
 def _innermost(error: BaseException) -> BaseException:
     """The one exception of a group of one, however deeply task groups have wrapped it."""
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        error = cast("BaseException", error.exceptions[0])
-    return error
+    while isinstance(error, BaseExceptionGroup):
+        inner = cast("tuple[BaseException, ...]", error.exceptions)
+        if len(inner) != 1:
+            break
+        error = inner[0]
+    return error  # pyright: ignore[reportUnknownVariableType] - a group of unknown type parameter

@@ -16,8 +16,8 @@ from pgworker.outcome import Result
 class ThreadExecutor:
     """Runs the handler in one of as many threads as the kind has slots.
 
-    A thread cannot be killed: cancelling sets each job's signal (`job.cancelled`), and the call keeps its slot until the
-    handler returns.
+    A thread cannot be killed: cancelling sets each job's signal (`job.cancelled`), and the call keeps its slot until
+    the handler returns.
     """
 
     def __init__(self, threads: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from decimal import Decimal
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ import msgspec
 from pgworker.errors import ConfigError, PayloadError
 from pgworker.payload.compare import lost
 from pgworker.payload.parts import ENCODER, ROOT, Fault, is_array, is_readable, load_foreign, type_name
-from pgworker.payload.refusal import HAS_NUL, MAX_DIGITS, refusal, unstorable
+from pgworker.payload.refusal import HAS_NUL, refusal, unstorable
 
 DEFAULT_LIMIT_BYTES: Final = 1024 * 1024
 
@@ -81,7 +80,7 @@ class Codec:
         if fault is None:
             return data.decode()
         if len(data) <= self._limit:
-            fault = unstorable(value, 0) or fault
+            fault = _better(fault, value)
         # Raised out here, so that no traceback shows the other exception, which may quote the value.
         raise _error(fault)
 
@@ -103,10 +102,6 @@ class Codec:
             )
         if b"\\u0000" in data and _NUL.search(data):
             return "", HAS_NUL
-        if len(data) > MAX_DIGITS and not 0 < sys.get_int_max_str_digits() <= MAX_DIGITS:
-            fault = unstorable(value, 0)  # this process has raised Python's limit, so msgspec let long ints pass
-            if fault is not None:
-                return fault
         return lost(value, self._decoder.decode(data), 0)
 
 
@@ -117,6 +112,14 @@ def _spell_out(match: re.Match[bytes]) -> bytes:
         return token
     digits = format(Decimal(token.decode()), "f")
     return (digits if "." in digits else f"{digits}.0").encode()
+
+
+def _better(fault: Fault, value: object) -> Fault:
+    """Prefer what no type could carry to what msgspec made of it."""
+    try:
+        return unstorable(value, 0) or fault
+    except Exception:  # noqa: BLE001 - it is the refused value's own code that fails here, and the refusal stands
+        return fault
 
 
 def _error(fault: Fault) -> PayloadError:

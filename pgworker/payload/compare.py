@@ -13,11 +13,12 @@ from pgworker.payload.parts import (
     Fault,
     is_array,
     is_dict,
-    members_of,
+    parts_of,
     path_segment,
 )
 
 _ATOMS: Final = frozenset({str, int, float, bool, type(None)})
+_TEXT: Final = frozenset({str})
 _NOT_EQUAL: Final = "does not come back equal from JSON: declare another type for it"
 _NOT_DECLARED: Final = "is not part of the declared type and would be lost: declare it, or leave it out"
 
@@ -28,13 +29,15 @@ def lost(sent: object, back: object, depth: int) -> Fault | None:
         given, read = type(sent).__name__, type(back).__name__
         return "", f"is `{given}`, which would come back as `{read}`: send `{read}`, or declare the type `{given}`"
     if is_dict(sent) and is_dict(back):
+        if [*sent] == [*back] and _TEXT.issuperset(map(type, back)):
+            return _first_lost(sent, sent.values(), back.values(), depth)
         return _lost_key(sent, back) or _first_lost(sent, sent.values(), [back[key] for key in sent], depth)
     if is_array(sent) and is_array(back):
         return _first_lost(range(len(sent)), sent, back, depth)
-    ours, theirs = members_of(sent), members_of(back)
+    ours, theirs = parts_of(sent), parts_of(back)
     if ours is None or theirs is None:
         return None if _equal(sent, back) else ("", _NOT_EQUAL)
-    return _first_lost(ours, ours.values(), theirs.values(), depth)
+    return _first_lost(ours[0], ours[1], theirs[1], depth)
 
 
 def _first_lost(labels: Iterable[object], sent: Iterable[object], back: Iterable[object], depth: int) -> Fault | None:
@@ -63,7 +66,7 @@ def _stands_for(sent: object, back: object) -> bool:
     """Whether a value may be read back as another type: an int as float, a subclass of a plain type as that."""
     if type(back) is float:
         return type(sent) is int
-    return isinstance(sent, type(back)) and not isinstance(sent, bool) and members_of(back) is None
+    return isinstance(sent, type(back)) and not isinstance(sent, bool) and parts_of(back) is None
 
 
 def _equal(sent: object, back: object) -> bool:

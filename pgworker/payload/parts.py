@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib import import_module
+from operator import attrgetter
 from typing import Final, Protocol, TypeAlias, TypeGuard, cast
 
 import msgspec
 
 Fault: TypeAlias = tuple[str, str]
 """A path below the root, and the reason."""
+Parts: TypeAlias = tuple[Iterable[str], Iterable[object]]
+"""The names in the JSON of what an object consists of, and the values beside them."""
 
 ROOT: Final = "$"
 MAX_DEPTH: Final = 200  # Postgres bears about 10,000 levels, Python 1,000 frames with the caller's own
@@ -69,32 +72,42 @@ def children_of(value: object) -> Iterable[tuple[object, object]] | None:
         return enumerate(value)
     if isinstance(value, set | frozenset):
         return ((None, item) for item in cast("Iterable[object]", value))
-    members = members_of(value)
-    return None if members is None else [pair for pair in members.items() if pair[1] is not msgspec.UNSET]
+    parts = parts_of(value)
+    return None if parts is None else [pair for pair in zip(*parts, strict=True) if pair[1] is not msgspec.UNSET]
 
 
-def members_of(value: object) -> Mapping[str, object] | None:
-    """Return an object's stored parts by their names in the JSON, or None for a scalar or a class without parts."""
+def parts_of(value: object) -> Parts | None:
+    """Return the names in the JSON and the values of an object's parts, or None for a scalar or an unknown class."""
     kind: type = type(value)
     read = _reader(kind)
     return None if read is None else read(value)
 
 
 @lru_cache(maxsize=1024)
-def _reader(kind: type) -> Callable[[object], Mapping[str, object] | None] | None:
-    pairs = _stored_names(kind)
-    if pairs is not None:
-        return lambda value: {name: getattr(value, attribute, None) for name, attribute in pairs}
+def _reader(kind: type) -> Callable[[object], Parts | None] | None:
+    stored = _stored_names(kind)
+    if stored is not None:
+        names, attributes = stored
+        if len(attributes) > 1:
+            values = attrgetter(*attributes)
+            return lambda value: (names, values(value))
+        return lambda value: (names, [getattr(value, name) for name in attributes])
     adapter = _adapter(kind)
-    return None if adapter is None else adapter.members
+    return None if adapter is None else partial(_adapted_parts, adapter)
 
 
-def _stored_names(kind: type[object]) -> tuple[tuple[str, str], ...] | None:
+def _stored_names(kind: type[object]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
     if issubclass(kind, msgspec.Struct):
-        return tuple(zip(kind.__struct_encode_fields__, kind.__struct_fields__, strict=True))
+        return kind.__struct_encode_fields__, kind.__struct_fields__
     if dataclasses.is_dataclass(kind):
-        return tuple((field.name, field.name) for field in dataclasses.fields(kind))
+        names = tuple(field.name for field in dataclasses.fields(kind))
+        return names, names
     return None
+
+
+def _adapted_parts(adapter: Adapter, value: object) -> Parts | None:
+    members = adapter.members(value)
+    return None if members is None else (members.keys(), members.values())
 
 
 @lru_cache(maxsize=1024)

@@ -24,9 +24,9 @@ from pgworker.payload.parts import (
     path_segment,
 )
 
-MAX_DIGITS: Final = 4300  # Python's default for reading an int back; jsonb itself would hold 131,072 digits
 HAS_NUL: Final = "contains U+0000, which Postgres cannot store: remove it, or send base64"
 
+_MAX_DIGITS: Final = 4300  # with the sign, for msgspec; Python's own default, too. jsonb would hold 131,072
 _HAS_SURROGATE: Final = "contains a lone surrogate, which UTF-8 cannot hold: decode the text properly, or send base64"
 _NOT_FINITE: Final = "is NaN or infinite, for which JSON has no number: send None or a string"
 _AT_PATH: Final = re.compile(r"(?P<message>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL)
@@ -57,12 +57,9 @@ def _scalar_fault(value: object) -> str | None:
     if isinstance(value, str):
         return text_fault(value)
     if isinstance(value, int):
-        digits = min(sys.get_int_max_str_digits() or MAX_DIGITS, MAX_DIGITS)
-        return (
-            f"is an int of more than {digits} digits: send it in parts, or as bytes"
-            if abs(value) >= 10**digits
-            else None
-        )
+        digits = min(sys.get_int_max_str_digits() or _MAX_DIGITS, _MAX_DIGITS)
+        too_long = not -(10 ** (digits - 1)) < value < 10**digits
+        return f"is an int of more than {digits} digits: send it in parts, or as bytes" if too_long else None
     if isinstance(value, float | Decimal):
         finite = value.is_finite() if isinstance(value, Decimal) else math.isfinite(value)
         return None if finite else _NOT_FINITE
