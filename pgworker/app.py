@@ -302,7 +302,7 @@ class SyncApp:
 def _check_connection(conn: object, wanted: type[object], other_door: str) -> None:
     """Raise TypeError for a connection of another kind, PgworkerError for one that cannot carry an enqueue."""
     if not isinstance(conn, wanted):
-        given = cast("type[object]", type(conn))
+        given = type(conn)
         hint = f"; use {other_door} for it" if issubclass(given, (psycopg.Connection, psycopg.AsyncConnection)) else ""
         msg = f"conn must be a psycopg.{wanted.__name__} here, got {given.__module__}.{given.__name__}{hint}"
         raise TypeError(msg)

@@ -156,10 +156,14 @@ class Attempt:
 
     async def _finish(self, run_seconds: float) -> None:
         """Write every job's end; completions with the app's own writes one by one, the rest together."""
-        endings = [ending for item in self._items if (ending := self._ending(item, run_seconds)) is not None]
-        has_apply = self._tools.kind.apply is not None
-        applying = [each for each in endings if has_apply and isinstance(each.decision, Success)]
-        await self._tools.finisher.write([each for each in endings if each not in applying])
+        plain: list[Ending] = []
+        applying: list[Ending] = []
+        for item in self._items:
+            ending = self._ending(item, run_seconds)
+            if ending is not None:
+                needs_apply = self._tools.kind.apply is not None and isinstance(ending.decision, Success)
+                (applying if needs_apply else plain).append(ending)
+        await self._tools.finisher.write(plain)
         for ending in applying:
             if self._releasing:
                 ending.decision = decide(Released(), ending.rules, chance=0)

@@ -95,21 +95,21 @@ def send_sync(connection: SyncConnection, statement: Statement[T]) -> T:
 class Database:
     """Statements of one event loop, each in a transaction of its own on a pooled connection.
 
-    Every call is shielded from cancellation and bounded by the deadline: a cancelled statement may still have been
-    committed, so it is seen through, and the caller looks at its cancellation afterwards.
+    At most `connections` at once, `ready` of them kept open. Every call is shielded from cancellation and bounded by
+    deadline: a cancelled statement may still have been committed, so it is seen through, and the caller looks at its
+    cancellation afterwards.
     """
 
-    def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int) -> None:
+    def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int, ready: int = 0) -> None:
         self.deadline = deadline
         self._pool: AsyncConnectionPool[AsyncConnection] = AsyncConnectionPool(
             conninfo(dsn, role),
             kwargs={"autocommit": True},
-            min_size=1,
+            min_size=ready,
             max_size=connections,
             open=False,
             timeout=deadline.total_seconds(),
             configure=self._configure,
-            check=None,
             name=f"pgworker {role}",
             reconnect_timeout=30,
         )

@@ -63,13 +63,15 @@ class Finisher:
         queue: Queue,
         *,
         database: Database,
-        sync_database: SyncDatabase,
+        apply_database: Database,
+        sync_apply_database: SyncDatabase,
         tell: Callable[[Event], None],
     ) -> None:
         self._kind = kind
         self._queue = queue
         self._database = database
-        self._sync_database = sync_database
+        self._apply_database = apply_database
+        self._sync_apply_database = sync_apply_database
         self._tell = tell
         self._fresh: deque[Ending] = deque()
         self._again: list[tuple[float, list[Ending]]] = []
@@ -228,7 +230,7 @@ class Finisher:
         assert apply is not None  # noqa: S101 - only called for kinds that have one
         success = cast("Success", ending.decision)
         try:
-            async with self._database.transaction() as connection:
+            async with self._apply_database.transaction() as connection:
                 if not await send(connection, self._queue.check(ending.claim)):
                     return _LOST
                 await apply(connection, ending.job, ending.itself)
@@ -242,7 +244,7 @@ class Finisher:
         assert apply is not None  # noqa: S101 - only called for kinds that have one
         success = cast("Success", ending.decision)
         try:
-            with self._sync_database.transaction() as connection:
+            with self._sync_apply_database.transaction() as connection:
                 if not send_sync(connection, self._queue.check(ending.claim)):
                     return _LOST
                 apply(connection, ending.job, ending.itself)

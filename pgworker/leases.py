@@ -26,6 +26,7 @@ _log = logging.getLogger("pgworker")
 
 _BUSY_PAUSE_SECONDS = 0.03
 _ERROR_PAUSE_SECONDS = 0.5
+_NEVER = float("inf")
 
 
 @dataclass(slots=True, eq=False)
@@ -62,17 +63,20 @@ class LeaseKeeper:
         self._held: set[Held] = set()
         self._changed = threading.Condition()
         self._closed = False
+        self._renew_wakes_at = 0.0
+        self._guard_wakes_at = 0.0
         self._connection: SyncConnection | None = None
         self.renewals = 0
         """Statements sent; for status and tests."""
 
     def hold(self, claim: Claim, lease: Lease, *, sent_at: float, stop: Callable[[Cause], None]) -> Held:
         """Keep this lease alive from now on; `sent_at` is the monotonic time at which its claim was sent."""
-        heartbeat = float("inf") if lease.heartbeat is None else lease.heartbeat.total_seconds()
+        heartbeat = _NEVER if lease.heartbeat is None else lease.heartbeat.total_seconds()
         held = Held(claim, lease, guard=_guard(lease, sent_at), renew_at=sent_at + heartbeat, stop=stop)
         with self._changed:
             self._held.add(held)
-            self._changed.notify_all()
+            if held.renew_at < self._renew_wakes_at or held.guard < self._guard_wakes_at:
+                self._changed.notify_all()  # else both threads wake in time: most jobs end before they are looked at
         return held
 
     def drop(self, held: Held) -> None:
@@ -102,8 +106,8 @@ class LeaseKeeper:
                 for held in [each for each in self._held if each.guard <= now]:
                     self._held.discard(held)
                     held.tell("lost")
-                next_at = min((each.guard for each in self._held), default=None)
-                self._changed.wait(None if next_at is None else max(0.001, next_at - now))
+                self._guard_wakes_at = min((each.guard for each in self._held), default=_NEVER)
+                self._sleep_until(self._guard_wakes_at)
 
     def _wait_for_due(self) -> list[Held] | None:
         """The leases to renew now; None when closed."""
@@ -113,9 +117,13 @@ class LeaseKeeper:
                 if any(each.renew_at <= now for each in self._held):
                     # Whatever comes due soon travels with it: one statement for all.
                     return [each for each in self._held if each.renew_at <= now + _slack(each)]
-                next_at = min((each.renew_at for each in self._held), default=None)
-                self._changed.wait(None if next_at in (None, float("inf")) else max(0.001, next_at - now))
+                self._renew_wakes_at = min((each.renew_at for each in self._held), default=_NEVER)
+                self._sleep_until(self._renew_wakes_at)
             return None
+
+    def _sleep_until(self, wake_at: float) -> None:
+        """Give up the lock until then, or until something changes."""
+        self._changed.wait(None if wake_at == _NEVER else max(0.001, wake_at - time.monotonic()))
 
     def _renew(self, due: Sequence[Held]) -> None:
         sent_at = time.monotonic()

@@ -61,7 +61,9 @@ class Shared:
 
     name: str
     database: Database
-    sync_database: SyncDatabase
+    apply_database: Database
+    """For the app's own writes, which may take their time: they must not hold up the runtime's statements."""
+    sync_apply_database: SyncDatabase
     leases: LeaseKeeper
     events: Events
     middleware: Sequence[Middleware] = ()
@@ -119,7 +121,6 @@ class Runner:
             msg = f"the runner of kind {self.kind.name!r} runs already"
             raise AlreadyRunning(msg)
         self._running = True
-        self._reset()
         done = anyio.Event()
 
         async def shielded() -> None:
@@ -136,13 +137,15 @@ class Runner:
                     self.stop()
         finally:
             self._running = False
+            self._reset()  # now and not at the start: a stop that came before the start counts
 
     async def _run(self) -> None:
         finisher = Finisher(
             self.kind,
             self._queue,
             database=self._shared.database,
-            sync_database=self._shared.sync_database,
+            apply_database=self._shared.apply_database,
+            sync_apply_database=self._shared.sync_apply_database,
             tell=self._note,
         )
         tools = Tools(self.kind, self._compose(), self._shared.leases, finisher, self._note)
@@ -300,6 +303,7 @@ class Runner:
                 elif event.counted:
                     self._last_error = event.code
                     self._retry_at = max(self._retry_at, time.monotonic() + (event.retry_in_seconds or 0))
+                    self.wake.set()  # the next survey sees when the job is due again, which may be before the next poll
             case JobLost():
                 self._counts["superseded"] += 1
             case RunnerTrouble():

@@ -34,6 +34,7 @@ _log = logging.getLogger("pgworker")
 
 _CONNECTIONS = 4
 _SAY_EVERY_SECONDS = 10.0
+_ASK_EVERY_SECONDS = 0.5
 
 
 class Worker:
@@ -56,21 +57,24 @@ class Worker:
         self._middleware = middleware
         self._runners: list[Runner] = []
         self._running = False
+        self._asked = anyio.Event()
 
     def drain(self) -> None:
         """Claim nothing more; run() returns when the running jobs have ended, or their grace has."""
-        for runner in self._runners:
-            runner.drain()
+        self._ask(Runner.drain)
 
     def release(self) -> None:
         """Claim nothing more, cut running jobs short and give them back; run() returns within about five seconds."""
-        for runner in self._runners:
-            runner.release()
+        self._ask(Runner.release)
 
     def stop(self) -> None:
         """Stop each kind as its policy says."""
+        self._ask(Runner.stop)
+
+    def _ask(self, order: Callable[[Runner], None]) -> None:
+        self._asked.set()  # also for a run that still waits for its database
         for runner in self._runners:
-            runner.stop()
+            order(runner)
 
     def status(self) -> dict[str, RunnerStatus]:
         """How each kind's runner fares right now."""
@@ -88,50 +92,49 @@ class Worker:
         self._running = True
         try:
             await self._wait_for_schema(startup_timeout)
-            await self._run()
+            if not self._asked.is_set():
+                await self._run()
         finally:
             self._running = False
-            self._runners = []
+            self._asked = anyio.Event()
 
     async def _run(self) -> None:
-        database = Database(self._settings.dsn, "worker", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
-        sync_database = SyncDatabase(self._settings.dsn, "apply", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
+        dsn, tables = self._settings.dsn, self._settings.tables
+        database = Database(dsn, "worker", deadline=STORE_TIMEOUT, connections=_CONNECTIONS, ready=1)
+        apply_database = Database(dsn, "apply", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
+        sync_apply_database = SyncDatabase(dsn, "apply", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
         leases = LeaseKeeper(self._settings, deadline=STORE_TIMEOUT)
-        shared = Shared(self.name, database, sync_database, leases, self._events, self._middleware)
-        self._runners = [Runner(kind, JobsTable(self._settings.tables, kind), shared) for kind in self._kinds]
+        shared = Shared(
+            self.name, database, apply_database, sync_apply_database, leases, self._events, self._middleware
+        )
+        self._runners = [Runner(kind, JobsTable(tables, kind), shared) for kind in self._kinds]
         await database.open()
-        sync_database.open()
+        await apply_database.open()
+        sync_apply_database.open()
         try:
             await self._run_runners(shared)
         finally:
             with anyio.CancelScope(shield=True):
-                await sign_off(self._settings.tables, database, self.name)
+                await sign_off(tables, database, self.name)
                 await database.close()
-                await anyio.to_thread.run_sync(sync_database.close)
+                await apply_database.close()
+                await anyio.to_thread.run_sync(sync_apply_database.close)
 
     async def _run_runners(self, shared: Shared) -> None:
-        """All runners side by side; what serves them outlives the last of them, also when we are cancelled."""
-        finished = anyio.Event()
-
-        async def runners() -> None:
+        """All runners side by side with what serves them. The lease keeper's threads outlive the last runner."""
+        limiter = anyio.CapacityLimiter(2)
+        async with anyio.create_task_group() as threads:
+            threads.start_soon(_in_thread, shared.leases.run, limiter)
+            threads.start_soon(_in_thread, shared.leases.guard, limiter)
             try:
-                async with anyio.create_task_group() as group:
-                    for runner in self._runners:
-                        group.start_soon(runner.run)
+                async with anyio.create_task_group() as services:
+                    self._start_services(services, shared)
+                    async with anyio.create_task_group() as runners:
+                        for runner in self._runners:
+                            runners.start_soon(runner.run)
+                    services.cancel_scope.cancel()
             finally:
-                finished.set()
-
-        async def services() -> None:
-            with anyio.CancelScope(shield=True):
-                async with anyio.create_task_group() as group:
-                    self._start_services(group, shared)
-                    await finished.wait()
-                    shared.leases.close()
-                    group.cancel_scope.cancel()
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(services)
-            group.start_soon(runners)
+                shared.leases.close()
 
     def _start_services(self, group: anyio.abc.TaskGroup, shared: Shared) -> None:
         tables, database = self._settings.tables, shared.database
@@ -141,9 +144,6 @@ class Worker:
             group.start_soon(reap_forever, JobsTable(tables, runner.kind), database, runner.wake.set)
         group.start_soon(listener.run)
         group.start_soon(report_forever, tables, database, self.name, self._statuses)
-        limiter = anyio.CapacityLimiter(2)
-        group.start_soon(_in_thread, shared.leases.run, limiter)
-        group.start_soon(_in_thread, shared.leases.guard, limiter)
 
     def _statuses(self) -> Mapping[str, str]:
         return {name: msgspec.json.encode(status).decode() for name, status in self.status().items()}
@@ -163,7 +163,9 @@ class Worker:
                 if now >= say_at:
                     say_at = now + _SAY_EVERY_SECONDS
                     _log.warning("waiting for the database: %s", one_line(error))
-                await anyio.sleep(min(0.5, give_up_at - now))
+                with anyio.move_on_after(min(_ASK_EVERY_SECONDS, give_up_at - now)):
+                    await self._asked.wait()
+                    return
             else:
                 return
 

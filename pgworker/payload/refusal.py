@@ -31,7 +31,7 @@ _HAS_SURROGATE: Final = "contains a lone surrogate, which UTF-8 cannot hold: dec
 _NOT_FINITE: Final = "is NaN or infinite, for which JSON has no number: send None or a string"
 _AT_PATH: Final = re.compile(r"(?P<message>.*?)(?: - at (?P<key>`key` in )?`\$(?P<path>[^`]*)`)?", re.DOTALL)
 _MISSING: Final = re.compile(r"Object missing required field `(.*)`")
-_QUOTES_CHOICE: Final = ("Invalid enum value", "Invalid value")
+_NOT_A_CHOICE: Final = ("Invalid enum value", "Invalid value")
 _VALUE_FREE: Final = re.compile(r"Expected `.*|Invalid [A-Za-z0-9 -]+|[A-Za-z ]+ out of range")
 
 
@@ -104,6 +104,6 @@ def refusal(error: Exception) -> Fault:
 
 
 def _reason(message: str) -> str:
-    if message.startswith(_QUOTES_CHOICE):
+    if message.startswith(_NOT_A_CHOICE):
         return "is not one of the values that its type allows"
     return message[0].lower() + message[1:] if _VALUE_FREE.fullmatch(message) else "does not fit its type"
