@@ -78,6 +78,7 @@ def _prepare(kind: Kind, jobs: Sequence[NewJob]) -> _Prepared:
     for index, job in enumerate(jobs):
         row = _row(kind, job, f" (job {index + 1} of {len(jobs)})" if len(jobs) > 1 else "")
         keys.append(row.key)
+        rows.pop(row.key, None)  # the last one wins, and stands where it was asked for
         rows[row.key] = row
     return _Prepared(keys, rows)
 

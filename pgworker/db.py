@@ -95,7 +95,7 @@ def send_sync(connection: SyncConnection, statement: Statement[T]) -> T:
 class Database:
     """Statements of one event loop, each in a transaction of its own on a pooled connection.
 
-    At most `connections` at once, `ready` of them kept open. Every call is shielded from cancellation and bounded by
+    At most `connections` at once, `ready` of them kept open. Every call is shielded from cancellation and has a
     deadline: a cancelled statement may still have been committed, so it is seen through, and the caller looks at its
     cancellation afterwards.
     """

@@ -51,10 +51,12 @@ class Account:
         return tried.returncode == 0
 
 
-def server_account() -> Account:
-    """Find the user to run the server as; no user is ever created."""
+def server_account(data: Path) -> Account:
+    """Find the user to run the server as: for root the owner of existing data, else a known one; never a new one."""
     if os.geteuid() != _ROOT:
         return Account(str(os.geteuid()), os.geteuid(), os.getegid(), switch=False)
+    if data.is_dir() and (owner := data.stat()).st_uid != _ROOT:
+        return Account(f"uid {owner.st_uid}", owner.st_uid, owner.st_gid, switch=True)
     for name in ("postgres", "nobody"):
         try:
             entry = pwd.getpwnam(name)

@@ -68,15 +68,16 @@ def prepare_home(home: Path, account: Account) -> None:
     if account.switch:
         make_folders(home.parent)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = home.stat()
-    if found.st_uid not in {os.geteuid(), account.uid}:
+    empty = not any(home.iterdir())  # asked first: another process may be adopting it, and makes its mark last
+    owner = home.stat().st_uid
+    if owner != os.geteuid() and not (empty and owner == account.uid):
         raise ConfigError(
-            f"{home} belongs to another user (uid {found.st_uid}): start it as that user or choose another data_dir"
+            f"{home} belongs to another user (uid {owner}): start as that user or choose another data_dir"
         )
-    if not (home / MARK).exists() and any(home.iterdir()) and not (home / MARK).exists():
+    if not empty and not (home / MARK).exists():
         raise ConfigError(f"{home} is not empty and was not made by pgworker: choose another data_dir")
-    os.close(open_lock(home / MARK))
     _own(home, account, 0o710 if account.switch else 0o700)
+    os.close(open_lock(home / MARK))
     if account.switch and not account.can_enter(home):
         raise ConfigError(
             f"the server's user {account.name!r} cannot enter {home}, since a folder above is closed to it: "
@@ -227,7 +228,7 @@ def check_settings(settings: Mapping[str, str]) -> None:
         if name.lower() in _OURS:
             raise ConfigError(f"settings: {name} is set by EmbeddedPostgres itself (fsync= and tcp= are its options)")
         if not re.fullmatch(r"[A-Za-z_][\w.]*", name) or re.search(r"[\n\r\0]", value):
-            raise ConfigError(f"settings: {name!r} is no name, or its value no single line")
+            raise ConfigError(f"settings: {name!r} must be a setting's name, and its value a single line")
 
 
 def server_settings(settings: Mapping[str, str], *, fsync: bool, tcp: bool) -> dict[str, str]:

@@ -25,13 +25,10 @@ from pgworker.errors import ConfigError, PgworkerError
 _TICK = 0.02
 _TCP_TRIES = 3
 
-_REMEDIES = (
+_REMEDIES = (  # the first that fits
+    ("shared memory segment", "shared memory is short: end other servers, or allow the container more (--shm-size)"),
     ("No space left on device", "the disk is full: make room (a new folder takes about 60 MB) and start again"),
     ("could not bind", "the TCP port was taken meanwhile: start again"),
-    (
-        "shared memory",
-        "the system has too little shared memory: end other servers, or allow a container more (--shm-size)",
-    ),
     ("parameter", "mend settings= and start again"),
 )
 
@@ -128,7 +125,7 @@ class EmbeddedPostgres:
     # --- starting ---------------------------------------------------------------------------------------------------
 
     def _start(self, deadline: float) -> str:
-        account = server_account()
+        account = server_account(self._home / "data")
         binaries = find_binaries(self._bin_dir, account)
         homes.prepare_home(self._home, account)
         with homes.start_lock(self._home, deadline):

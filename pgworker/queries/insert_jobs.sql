@@ -12,21 +12,21 @@ with now as materialized (
   order by t.key collate "C", t.ord desc
 ), seen as materialized (                                    -- a plain read: an unchanged key takes no lock, no WAL, no id
   select i.ord, j.* from input i cross join lateral (
-    select j.key, j.id, j.generation, j.revision, j.state, j.class, j.lease_epoch, j.token is not null as leased
+    select j.kind, j.key, j.id, j.generation, j.revision, j.state, j.class, j.lease_epoch, j.token is not null as leased
     from {jobs} j where j.kind = i.kind and j.key = i.key limit 1) j
 ), same as materialized (
   select s.*, i.revision <> '' and s.revision = i.revision as unchanged, i.class as wanted_class
   from seen s join input i on i.ord = s.ord
   where (i.revision <> '' and s.revision = i.revision) or (%(keep)s::bool and s.state = 'pending')
 ), rising as materialized (                                  -- a live edit promotes waiting catch-up work; a locked row is left as it is
-  select j.id from same s cross join lateral (
-    select j.id from {jobs} j
-    where j.kind = %(kind)s::text and j.id = s.id and j.revision = s.revision and j.state = 'pending' and j.token is null
+  select j.kind, j.id from same s cross join lateral (
+    select j.kind, j.id from {jobs} j
+    where j.kind = s.kind and j.id = s.id and j.revision = s.revision and j.state = 'pending' and j.token is null
       and j.class > s.wanted_class
     for no key update skip locked) j
   where s.unchanged and s.class > s.wanted_class and s.state = 'pending'
 ), risen as (
-  update {jobs} j set class = 0 from rising where j.kind = %(kind)s::text and j.id = rising.id returning j.id
+  update {jobs} j set class = 0 from rising where j.kind = rising.kind and j.id = rising.id returning j.id
 ), put as (
   insert into {jobs} as j (kind, key, revision, class, priority, ready_at, created_at, max_attempts, version, payload)
   select i.kind, i.key, i.revision, i.class, i.priority,

@@ -5,16 +5,16 @@
 with now as materialized (
   select clock_timestamp() as at
 ), page as materialized (                                    -- bounded by rows read, not by rows found
-  select j.id, j.ready_at, j.lease_expires_at from {jobs} j
+  select j.kind, j.id, j.ready_at, j.lease_expires_at from {jobs} j
   where j.kind = %(kind)s::text and j.class = %(class)s::smallint and j.priority = %(priority)s::smallint and j.state = 'pending'
     and (j.ready_at, j.id) > (%(after_ready)s::timestamptz, %(after_id)s::bigint) and j.ready_at <= (select at from now)
   order by j.kind, j.class, j.priority, j.ready_at, j.id
   limit %(limit)s::int
 ), gone as materialized (
   select locked.* from page p cross join lateral (
-    select j.id, (j.lease_expires_at - %(ttl)s::float8 * interval '1 second' >= (select pg_postmaster_start_time())) is true as evicted
+    select j.kind, j.id, (j.lease_expires_at - %(ttl)s::float8 * interval '1 second' >= (select pg_postmaster_start_time())) is true as evicted
     from {jobs} j
-    where j.kind = %(kind)s::text and j.id = p.id and j.lease_expires_at <= (select at from now)
+    where j.kind = p.kind and j.id = p.id and j.lease_expires_at <= (select at from now)
     for no key update skip locked) locked
   where p.lease_expires_at <= (select at from now)
 ), done as (
@@ -28,7 +28,7 @@ with now as materialized (
                        then (select at from now) end,
     cancel_requested_at = null
   from gone
-  where j.kind = %(kind)s::text and j.id = gone.id
+  where j.kind = gone.kind and j.id = gone.id
   returning j.id, j.key, j.state
 )
 select (select count(*) from page), (select count(*) from done), (select count(*) from done where state = 'pending'),

@@ -1,0 +1,140 @@
+"""`pgworker enqueue`: put one job into the table."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from enum import StrEnum
+from typing import Annotated
+
+import msgspec
+import typer
+
+from pgworker import schema as migrations
+from pgworker.app import App
+from pgworker.cli.database import check_dsn, connected
+from pgworker.cli.errors import reported
+from pgworker.cli.loading import load_app
+from pgworker.cli.logs import LogLevel, log_to_stderr
+from pgworker.cli.options import Debug, Dsn, Json, Schema, duration
+from pgworker.cli.output import print_json, say
+from pgworker.db import session_settings
+from pgworker.errors import UnknownKind
+from pgworker.job import Enqueued, NewJob
+from pgworker.policy import STORE_TIMEOUT
+
+_MEANINGS = {
+    "created": "a new job",
+    "replaced": "its pending work has been replaced",
+    "superseded": "a run in progress has lost its lease to this",
+    "unchanged": "this revision was there already, nothing was written",
+    "kept": "it had pending work, nothing was written",
+    "requeued": "it had ended and runs again",
+}
+
+
+class Urgency(StrEnum):
+    """What `--urgency` takes."""
+
+    FRESH = "fresh"
+    CATCH_UP = "catch_up"
+
+
+class IfPending(StrEnum):
+    """What `--if-pending` takes."""
+
+    REPLACE = "replace"
+    KEEP = "keep"
+
+
+def enqueue(
+    kind: Annotated[str, typer.Argument(metavar="KIND", help="The kind of job.")],
+    payload: Annotated[
+        str, typer.Argument(metavar="[PAYLOAD]", help="JSON, or - to read it from standard input.", show_default=False)
+    ] = "null",
+    *,
+    key: Annotated[
+        str | None, typer.Option("--key", metavar="KEY", help="What the job is about; without it, it is an event.")
+    ] = None,
+    revision: Annotated[
+        str | None,
+        typer.Option("--revision", metavar="TEXT", help="Which version of that; one that is known changes nothing."),
+    ] = None,
+    delay: Annotated[
+        float | None, typer.Option("--delay", metavar="SECONDS", help="Not before so many seconds from now.")
+    ] = None,
+    priority: Annotated[int, typer.Option("--priority", metavar="NUMBER", help="Smaller runs first.")] = 0,
+    urgency: Annotated[Urgency, typer.Option("--urgency", help="catch_up is for backfill.")] = Urgency.FRESH,
+    if_pending: Annotated[
+        IfPending, typer.Option("--if-pending", help="What to do with pending work of the same key.")
+    ] = IfPending.REPLACE,
+    app: Annotated[
+        str | None,
+        typer.Option("--app", metavar="APP", help="An App, as module:attribute, to check kind and payload against."),
+    ] = None,
+    dsn: Dsn = None,
+    schema: Schema = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Enqueue a job and print what that did.
+
+    Without --app any kind and any JSON is taken: the worker will find out whether they fit. With --app the payload
+    must be of the kind's type, and the app's own database is used unless --dsn names another.
+    """
+    with reported(debug=debug):
+        log_to_stderr(LogLevel.WARNING)
+        wait = None if delay is None else duration(delay, "--delay")
+        text = _text(payload)
+        front = _front(kind, app, dsn, schema)
+        value = _value(front, kind, text, typed=app is not None)
+        job = NewJob(value, key, revision, wait, priority=priority, urgency=urgency.value)
+        done = _put(front, kind, job, if_pending)
+    if as_json:
+        print_json(dataclasses.asdict(done))
+    else:
+        say(f"{done.status} {done.kind} {done.key}: {_MEANINGS[done.status]} ({done.state})")
+
+
+def _text(payload: str) -> str:
+    if payload != "-":
+        return payload
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        msg = f"standard input is not UTF-8 (byte {error.start + 1})"
+        raise typer.BadParameter(msg, param_hint="PAYLOAD") from error
+
+
+def _front(kind: str, target: str | None, dsn: str | None, schema: str | None) -> App:
+    """The named app, or one of our own that knows the kind and nothing about it."""
+    if target is None:
+        front = App(dsn, schema=schema)
+        front.declare(kind)
+    else:
+        front = load_app(target)
+        front.configure(dsn=dsn, schema=schema)
+    return front
+
+
+def _value(front: App, kind: str, text: str, *, typed: bool) -> object:
+    """The payload of a JSON text. Raises UnknownKind, PayloadError, and a usage error that quotes nothing."""
+    if kind not in front.kinds:
+        msg = f"the app has no kind {kind!r}; it has {', '.join(sorted(front.kinds)) or 'none'}"
+        raise UnknownKind(msg)
+    try:
+        plain: object = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        msg = f"this is no JSON ({error}); a text needs quotes of its own: '\"like this\"'"
+        raise typer.BadParameter(msg, param_hint="PAYLOAD") from error
+    return front.kinds[kind].payload.decode(text) if typed else plain
+
+
+def _put(front: App, kind: str, job: NewJob, if_pending: IfPending) -> Enqueued:
+    check_dsn(front.settings.dsn)
+    with connected(front.settings, "enqueue") as connection:
+        migrations.check(connection, front.settings.tables)
+        connection.execute(session_settings(STORE_TIMEOUT))
+        (done,) = front.sync.enqueue_many(kind, [job], if_pending=if_pending.value, conn=connection)
+    front.sync.close()  # sends the hint
+    return done

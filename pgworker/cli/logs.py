@@ -1,0 +1,46 @@
+"""The log of a command: one line an event on standard error."""
+
+from __future__ import annotations
+
+import logging
+import time
+from enum import StrEnum
+
+from pgworker.cli.output import one_line
+
+_FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s"
+_TIME = "%Y-%m-%dT%H:%M:%S"
+_LOGGERS = ("pgworker", "psycopg")  # psycopg's pools say why they have no connection
+
+
+class LogLevel(StrEnum):
+    """What `--log-level` takes."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+class _OneLine(logging.Formatter):
+    converter = time.gmtime
+
+    def format(self, record: logging.LogRecord) -> str:
+        """A record with line breaks or control characters in a job's key is still one line."""
+        return one_line(super().format(record))
+
+
+def log_to_stderr(level: LogLevel | None) -> None:
+    """Show our own log, unless the app has set up logging itself: then only a level that was asked for is set."""
+    for name in _LOGGERS:
+        logger = logging.getLogger(name)
+        ours = name == "pgworker"
+        if ours and level is not None:
+            logger.setLevel(level.upper())
+        if logger.hasHandlers():
+            continue
+        handler = logging.StreamHandler()
+        handler.setFormatter(_OneLine(_FORMAT, _TIME))
+        logger.addHandler(handler)
+        if level is None:
+            logger.setLevel(logging.INFO if ours else logging.WARNING)

@@ -1,0 +1,75 @@
+"""What commands print: safe texts, JSON, tables, times for people."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_BREAK = re.compile(r"\s*[\r\n]+\s*")
+_WIDE = 200  # columns of a table that no terminal shows: a program or a pager gets each row on one line
+
+_MINUTE, _HOUR, _DAY = 60, 3600, 86_400
+
+
+def one_line(text: str) -> str:
+    """A text from elsewhere as one line that cannot steer a terminal: what does not print is shown as an escape."""
+    joined = _BREAK.sub("; ", text.strip())
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in joined)
+
+
+def say(text: str) -> None:
+    """Print a line to standard output."""
+    typer.echo(one_line(text))
+
+
+def complain(text: str) -> None:
+    """Print a line to standard error."""
+    typer.echo(f"pgworker: {one_line(text)}", err=True)
+
+
+def print_json(value: object) -> None:
+    """Print a value as indented JSON to standard output."""
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+
+
+def console() -> Console:
+    """Where tables are printed. Nothing in a cell is markup: cells hold what others have written."""
+    from rich.console import Console
+
+    wide = None if sys.stdout.isatty() or os.environ.get("COLUMNS") else _WIDE
+    return Console(width=wide, markup=False, emoji=False, highlight=False)
+
+
+def table(headings: Sequence[str], *, numbers: Collection[str] = ()) -> Table:
+    """A table with these columns, those of numbers aligned to the right. A long word is folded, never cut."""
+    from rich import box
+    from rich.table import Table
+
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in headings:
+        made.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+    return made
+
+
+def age(seconds: float) -> str:
+    """A time for people, in its two largest units: `0.4 s`, `12 s`, `4 min 05 s`, `2 h 30 min`, `3 d 4 h`."""
+    if seconds < 1:
+        return f"{max(0.0, seconds):.1f} s"
+    whole = int(seconds)
+    if whole < _MINUTE:
+        return f"{whole} s"
+    if whole < _HOUR:
+        return f"{whole // _MINUTE} min {whole % _MINUTE:02} s"
+    if whole < _DAY:
+        return f"{whole // _HOUR} h {whole % _HOUR // _MINUTE:02} min"
+    return f"{whole // _DAY} d {whole % _DAY // _HOUR} h"

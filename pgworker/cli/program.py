@@ -1,0 +1,51 @@
+"""The commands, put together."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from pgworker.cli.enqueue import enqueue
+from pgworker.cli.errors import EXIT_CODES
+from pgworker.cli.migrate import migrate
+from pgworker.cli.run import run
+from pgworker.cli.status import status
+
+app = typer.Typer(
+    name="pgworker",
+    help="Jobs in your own Postgres: enqueue in your transaction, work with fenced leases, no broker.",
+    epilog=EXIT_CODES,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # they show local variables' neighbourhood, and cost the import of rich
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"pgworker {version('pgworker')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+for command in (run, migrate, enqueue, status):
+    app.command(epilog=EXIT_CODES)(command)
+try:  # TEMPORARY until demo.py is there
+    from pgworker.cli.demo import register as register_demo
+
+    register_demo(app)
+except ModuleNotFoundError:
+    pass

@@ -1,0 +1,133 @@
+"""What `pgworker status` knows: counts and runners as they are shown, and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from pgworker.cli.output import age
+from pgworker.statements import KindCount, Presence
+
+STALE_SECONDS = 10.0  # two reports missed
+
+_PENDING = ("ready", "running", "scheduled", "expired")
+_ENDED = ("succeeded", "failed", "cancelled")
+_OUTCOMES = ("succeeded", "retried", "failed", "parked", "cancelled", "released", "superseded")
+
+
+@dataclass(frozen=True, slots=True)
+class KindRow:
+    """The jobs of one kind, by derived state."""
+
+    kind: str
+    counts: dict[str, int]
+    at_least: list[str]
+    """The states whose count is a lower bound: there were more rows than are counted."""
+    oldest_ready_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerRow:
+    """A runner as it last reported itself."""
+
+    runner: str
+    kind: str
+    release: str
+    stale: bool
+    silent_seconds: float
+    up_seconds: float
+    lifecycle: str
+    in_flight: int
+    outcomes: dict[str, int]
+    last_error: str | None
+    last_success_at: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All that `status` shows."""
+
+    database: str
+    schema: str
+    kinds: list[KindRow]
+    runners: list[RunnerRow]
+    findings: list[str]
+
+
+class _Reported(msgspec.Struct):
+    """What a runner of any release may have written about itself."""
+
+    lifecycle: str = "unknown"
+    in_flight: int = 0
+    succeeded: int = 0
+    retried: int = 0
+    failed: int = 0
+    parked: int = 0
+    cancelled: int = 0
+    released: int = 0
+    superseded: int = 0
+    last_error: str | None = None
+    last_success_at: str | None = None
+
+
+def make_report(
+    database: str,
+    schema: str,
+    counts: Sequence[KindCount],
+    presences: Sequence[Presence],
+    *,
+    bound: int,
+    kinds: Sequence[str],
+) -> Report:
+    """Put together what the database answered, for these kinds, or for all when none are named."""
+    names = sorted({count.kind for count in counts if not kinds or count.kind in kinds})
+    rows = [_kind_row(name, [count for count in counts if count.kind == name], bound) for name in names]
+    runners = [_runner_row(presence) for presence in presences if not kinds or presence.kind in kinds]
+    return Report(database, schema, rows, runners, list(_findings(rows, runners, kinds)))
+
+
+def _kind_row(name: str, counts: Sequence[KindCount], bound: int) -> KindRow:
+    by_state = {state: 0 for state in (*_PENDING, *_ENDED)} | {count.state: count.count for count in counts}
+    at_least = [state for state in _ENDED if by_state[state] >= bound]
+    if sum(by_state[state] for state in _PENDING) >= bound:  # one bound for all of them
+        at_least = [*_PENDING, *at_least]
+    oldest = next((count.oldest_ready_seconds for count in counts if count.state == "ready"), None)
+    return KindRow(name, by_state, at_least, oldest)
+
+
+def _runner_row(presence: Presence) -> RunnerRow:
+    try:
+        reported = msgspec.json.decode(presence.status, type=_Reported)
+    except msgspec.DecodeError:  # another release's idea of a status: the runner is there all the same
+        reported = _Reported()
+    return RunnerRow(
+        runner=presence.runner,
+        kind=presence.kind,
+        release=presence.release,
+        stale=presence.silent_seconds > STALE_SECONDS,
+        silent_seconds=round(presence.silent_seconds, 1),
+        up_seconds=round(presence.up_seconds, 1),
+        lifecycle=reported.lifecycle,
+        in_flight=reported.in_flight,
+        outcomes={name: getattr(reported, name) for name in _OUTCOMES},
+        last_error=reported.last_error,
+        last_success_at=reported.last_success_at,
+    )
+
+
+def _findings(rows: Sequence[KindRow], runners: Sequence[RunnerRow], asked: Sequence[str]) -> Iterable[str]:
+    """Kinds that should have a live runner and have none: those asked for, those with work, those whose runners died."""
+    waiting = {row.kind: row.counts["ready"] + row.counts["expired"] for row in rows}
+    last = {row.kind: row for row in sorted(runners, key=lambda row: -row.silent_seconds)}
+    for kind in sorted({*asked, *last, *(kind for kind, count in waiting.items() if count)}):
+        heard = last.get(kind)
+        if heard is not None and not heard.stale:
+            continue
+        finding = f"kind {kind} has no live runner"
+        if heard is not None:
+            finding += f", the last was heard of {age(heard.silent_seconds)} ago ({heard.runner})"
+        if waiting.get(kind):
+            finding += f"; {waiting[kind]:,} of its jobs wait"
+        yield finding

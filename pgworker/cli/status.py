@@ -1,0 +1,104 @@
+"""`pgworker status`: what waits, what has ended, and who works."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from pgworker import schema as migrations
+from pgworker.cli.database import connected, settings
+from pgworker.cli.errors import Code, reported
+from pgworker.cli.logs import LogLevel, log_to_stderr
+from pgworker.cli.options import Debug, Dsn, Json, Schema
+from pgworker.cli.output import age, console, one_line, print_json, say, table
+from pgworker.cli.report import KindRow, Report, RunnerRow, make_report
+from pgworker.db import send_sync, session_settings
+from pgworker.policy import STORE_TIMEOUT
+from pgworker.statements import count_jobs, list_runners
+
+_BOUND = 10_000
+
+
+def status(
+    *,
+    kind: Annotated[
+        list[str] | None,
+        typer.Option("--kind", metavar="KIND", help="Only this kind; may be given several times."),
+    ] = None,
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check", help="Exit with 6 when a kind that has work, or is named by --kind, has no live runner."
+        ),
+    ] = False,
+    dsn: Dsn = None,
+    schema: Schema = None,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show the jobs of each kind by state, and the runners that have reported themselves.
+
+    A runner reports every five seconds; after ten of silence it is stale: killed, frozen or cut off. Counts are exact
+    up to 10,000 for each kind; beyond, they end with a plus sign.
+    """
+    with reported(debug=debug):
+        log_to_stderr(LogLevel.WARNING)
+        report = _ask(dsn, schema, kind or [])
+    if as_json:
+        print_json(report)
+    else:
+        _print(report)
+    if check and report.findings:
+        raise typer.Exit(Code.FINDINGS)
+
+
+def _ask(dsn: str | None, schema: str | None, kinds: Sequence[str]) -> Report:
+    found = settings(dsn, schema)
+    with connected(found, "status") as connection:
+        migrations.check(connection, found.tables)
+        connection.execute(session_settings(STORE_TIMEOUT))
+        counts = send_sync(connection, count_jobs(found.tables, bound=_BOUND))
+        runners = send_sync(connection, list_runners(found.tables))
+        info = connection.info
+        database = f"{info.user}@{info.host}:{info.port}/{info.dbname}"
+    return make_report(database, found.tables.schema, counts, runners, bound=_BOUND, kinds=kinds)
+
+
+def _print(report: Report) -> None:
+    say(f"{report.database}, schema {report.schema}")
+    if report.kinds:
+        _print_kinds(report.kinds)
+    else:
+        say("no jobs yet")
+    if report.runners:
+        _print_runners(report.runners)
+    else:
+        say("no runner has reported within the last day")
+    for finding in report.findings:
+        say(f"finding: {finding}")
+
+
+def _print_kinds(rows: Sequence[KindRow]) -> None:
+    states = list(rows[0].counts)
+    shown = table(["kind", *states, "oldest ready"], numbers=[*states, "oldest ready"])
+    for row in rows:
+        cells = [_count(count, bounded=state in row.at_least) for state, count in row.counts.items()]
+        oldest = "" if row.oldest_ready_seconds is None else age(row.oldest_ready_seconds)
+        shown.add_row(one_line(row.kind), *cells, oldest)
+    console().print(shown)
+
+
+def _count(count: int, *, bounded: bool) -> str:
+    return f"{count:,}+" if bounded else f"{count:,}" if count else "-"
+
+
+def _print_runners(rows: Sequence[RunnerRow]) -> None:
+    shown = table(["kind", "runner", "state", "up", "in flight", "outcomes", "last error"], numbers=["in flight"])
+    for row in rows:
+        state = f"stale, silent {age(row.silent_seconds)}" if row.stale else row.lifecycle
+        outcomes = ", ".join(f"{count:,} {name}" for name, count in row.outcomes.items() if count)
+        texts = (row.kind, row.runner, state, age(row.up_seconds), f"{row.in_flight:,}", outcomes, row.last_error or "")
+        shown.add_row(*map(one_line, texts), style="yellow" if row.stale else None)
+    console().print(shown)

@@ -1,0 +1,256 @@
+"""Each statement walks the index that its header names, on empty, young and big tables, whatever the plan was made for.
+
+A plan that was made on an empty table (as after any deploy) is kept by the session and used when the rows have come; the
+statistics may be missing then. So all of this runs without ANALYZE, too, and counts pages, never time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+from uuid import uuid4
+
+import psycopg
+import pytest
+
+from pgworker.job import Claim
+from pgworker.outcome import Success
+from pgworker.statements import (
+    BEGINNING,
+    Insert,
+    Lane,
+    Statement,
+    claim_jobs,
+    finish_jobs,
+    insert_jobs,
+    reap_expired,
+    renew_leases,
+    settle_jobs,
+    survey_lanes,
+)
+from pgworker.tablemap import TableMap
+from tests.handles import RETRY, Hand
+
+Admin: TypeAlias = psycopg.Connection[Any]
+TABLES = TableMap()
+LANE = Lane("work", 0, 0)
+
+
+@dataclass
+class Plan:
+    """What EXPLAIN (ANALYZE, BUFFERS) says of one statement."""
+
+    root: dict[str, Any]
+
+    def nodes(self, below: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+        node = self.root if below is None else below
+        yield node
+        for child in node.get("Plans", []):
+            yield from self.nodes(child)
+
+    def part(self, cte: str) -> Plan:
+        """The part that makes up one CTE."""
+        return Plan(next(node for node in self.nodes() if node.get("Subplan Name") == f"CTE {cte}"))
+
+    @property
+    def pages(self) -> int:
+        return int(self.root["Shared Hit Blocks"] + self.root["Shared Read Blocks"])
+
+    @property
+    def types(self) -> set[str]:
+        return {node["Node Type"] for node in self.nodes()}
+
+    @property
+    def indexes(self) -> set[str]:
+        return {node["Index Name"] for node in self.nodes() if "Index Name" in node}
+
+    @property
+    def filtered(self) -> int:
+        return sum(int(node.get("Rows Removed by Filter", 0) * node["Actual Loops"]) for node in self.nodes())
+
+
+class Explainer:
+    """Explains statements as the runtime's session runs them: freshly planned, or by the plan prepared earlier."""
+
+    def __init__(self, connection: psycopg.Connection[Any]) -> None:
+        self.connection = connection
+        self.literal = psycopg.ClientCursor(connection)
+
+    def fresh(self, statement: Statement[Any]) -> Plan:
+        """By a plan made now for these values; what the statement did is rolled back."""
+        with self.connection.transaction(force_rollback=True):
+            self.literal.execute(b"explain (analyze, buffers, format json) " + statement.sql, statement.parameters)
+            return self._plan()
+
+    def prepared(self, name: str, statement: Statement[Any]) -> Plan:
+        """By the plan that the session keeps under this name; what the statement did is rolled back."""
+        arguments = self._arguments(statement)
+        places = ", ".join(["%s"] * len(arguments))
+        with self.connection.transaction(force_rollback=True):
+            query = f"explain (analyze, buffers, format json) execute {name}({places})"
+            self.literal.execute(query.encode(), arguments)
+            return self._plan()
+
+    def prepare(self, statement: Statement[Any]) -> str:
+        """Run it once, planned for all values alike; its name in the session."""
+        # The server would settle on it by itself after some executions, depending on what it thinks each plan costs.
+        self.connection.execute("set plan_cache_mode = force_generic_plan")
+        self.connection.execute(statement.sql, statement.parameters, prepare=True)
+        newest = "select name, generic_plans from pg_prepared_statements order by prepare_time desc limit 1"
+        found = self.literal.execute(newest).fetchone()
+        assert found is not None
+        assert found[1] > 0, "not planned for all values: this test would prove nothing"
+        return str(found[0])
+
+    @staticmethod
+    def _arguments(statement: Statement[Any]) -> list[object]:
+        """The parameters in the order in which psycopg numbers them: by first mention in the text."""
+        names = sorted(statement.parameters, key=lambda name: statement.sql.index(f"%({name})s".encode()))
+        return [statement.parameters[name] for name in names]
+
+    def _plan(self) -> Plan:
+        row = self.literal.fetchone()
+        assert row is not None
+        value = row[0] if not isinstance(row[0], str) else json.loads(row[0])
+        return Plan(value[0]["Plan"])
+
+
+@pytest.fixture
+def explainer(hand: Hand) -> Explainer:
+    return Explainer(hand.connection)
+
+
+def fill(admin: Admin, ready: int, *, ended: int = 0, future: int = 0, priorities: int = 1) -> None:
+    """Rows by SQL, with no statistics: autovacuum stays away until `analyze` is asked for."""
+    admin.execute(
+        "insert into pgworker.jobs (kind, key, revision, ready_at, priority, payload)"
+        " select 'work', 'k' || i, 'r', clock_timestamp() - interval '1 hour' + i * interval '1 ms', i %% %s, '{}'"
+        " from generate_series(1, %s) i",
+        (priorities, ready),
+    )
+    admin.execute(
+        "insert into pgworker.jobs (kind, key, revision, ready_at, payload)"
+        " select 'work', 'f' || i, 'r', clock_timestamp() + interval '1 hour', '{}' from generate_series(1, %s) i",
+        (future,),
+    )
+    admin.execute(
+        "insert into pgworker.jobs (kind, key, revision, state, finished_at, payload)"
+        " select 'work', 'd' || i, 'r', 'succeeded', clock_timestamp(), '{}' from generate_series(1, %s) i",
+        (ended,),
+    )
+
+
+def without_autovacuum(admin: Admin) -> None:
+    found = admin.execute(
+        "select oid::regclass::text from pg_class"
+        " where relnamespace = 'pgworker'::regnamespace and relkind = 'r' and relname like 'jobs%'"
+    ).fetchall()
+    for (name,) in found:
+        admin.execute(f"alter table {name} set (autovacuum_enabled = off)")
+
+
+def claim(limit: int) -> Statement[list[Claim]]:
+    return claim_jobs(
+        TABLES, LANE, limit=limit, token=uuid4(), runner="by hand", ttl_seconds=60.0, max_evictions=5, version=1
+    )
+
+
+def insert(count: int) -> Statement[Any]:
+    rows = [Insert(f"new{index}", "r", 0, 0, 0.0, None, None, "{}") for index in range(count)]
+    return insert_jobs(TABLES, "work", rows, version=1, keep=False)
+
+
+def fenced(name: str, claims: list[Claim]) -> Statement[Any]:
+    match name:
+        case "finish_jobs":
+            return finish_jobs(TABLES, "work", [(each, Success("1")) for each in claims])
+        case "settle_jobs":
+            return settle_jobs(TABLES, "work", [(each, RETRY) for each in claims])
+        case _:
+            return renew_leases(TABLES, [(each, 60.0) for each in claims])
+
+
+@pytest.mark.ruling("0.3")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["finish_jobs", "settle_jobs", "renew_leases"])
+def test_a_plan_from_the_empty_table_probes_once_a_row(
+    hand: Hand, admin: Admin, explainer: Explainer, name: str
+) -> None:
+    without_autovacuum(admin)
+    hand.enqueue("only", "r")
+    kept = explainer.prepare(fenced(name, hand.claim()))
+    fill(admin, 30_000)
+    claims = hand.claim(100)
+    assert len(claims) == 100
+    for plan in (explainer.prepared(kept, fenced(name, claims)), explainer.fresh(fenced(name, claims))):
+        assert "Seq Scan" not in plan.types
+        # both probes of a row, its new version and the index entries for it; a plan gone wrong reads all 30,000 rows
+        assert plan.pages <= 60 * len(claims) + 100
+        assert plan.filtered <= len(claims)
+
+
+@pytest.mark.ruling("0.3")
+@pytest.mark.timeout(120)
+def test_an_insert_planned_on_the_empty_table_probes_once_a_key(hand: Hand, admin: Admin, explainer: Explainer) -> None:
+    without_autovacuum(admin)
+    kept = explainer.prepare(insert(1))
+    fill(admin, 30_000)
+    for plan in (explainer.prepared(kept, insert(100)), explainer.fresh(insert(100))):
+        assert plan.pages <= 60 * 100 + 100
+        assert plan.filtered <= 100
+    assert hand.claim(1)
+
+
+TABLE_SIZES = {
+    "empty": {"ready": 0},
+    "young": {"ready": 500},
+    "big": {"ready": 50_000, "ended": 200_000, "future": 20_000},
+}
+
+
+@pytest.mark.contract("A19")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("analyzed", [False, True])
+@pytest.mark.parametrize("size", TABLE_SIZES)
+def test_a_claim_reads_what_it_takes(
+    admin: Admin,
+    explainer: Explainer,
+    size: str,
+    analyzed: bool,  # noqa: FBT001 - a parameter of the table of cases
+) -> None:
+    without_autovacuum(admin)
+    kept = explainer.prepare(claim(100))
+    fill(admin, **TABLE_SIZES[size])
+    if analyzed:
+        admin.execute("analyze pgworker.jobs")
+    for plan in (explainer.prepared(kept, claim(100)), explainer.fresh(claim(100))):
+        pick = plan.part("pick")
+        assert pick.types <= {"Limit", "LockRows", "Index Scan", "Append", "Result", "CTE Scan"}
+        # LockRows reads and dirties each row it takes, beside the scan that finds it
+        assert pick.pages <= 3 * 100 + 30
+        assert pick.filtered <= 100
+        assert plan.pages <= 30 * 100 + 100  # with the update of each row, which must find it by the primary key
+
+
+@pytest.mark.ruling("0.4")
+@pytest.mark.timeout(120)
+def test_a_survey_of_many_lanes_reads_a_few_pages_a_lane(hand: Hand, admin: Admin, explainer: Explainer) -> None:
+    without_autovacuum(admin)
+    fill(admin, 30_000, future=20_000, priorities=20)
+    plan = explainer.fresh(survey_lanes(TABLES, ["work"]))
+    assert plan.pages <= 20 * 12 + 30
+    assert hand.lanes() == [Lane("work", 0, priority) for priority in range(20)]
+
+
+@pytest.mark.ruling("1.7")
+@pytest.mark.timeout(120)
+def test_a_page_of_the_reaper_is_bounded_by_what_it_reads(hand: Hand, admin: Admin, explainer: Explainer) -> None:
+    without_autovacuum(admin)
+    fill(admin, 30_000)
+    hand.claim(50, ttl_seconds=0.0)
+    statement = reap_expired(TABLES, LANE, limit=1000, ttl_seconds=60.0, max_evictions=5, after=BEGINNING)
+    plan = explainer.fresh(statement)
+    assert plan.part("page").pages <= 3 * 1000 + 30
+    assert not {"Seq Scan", "Sort"} & plan.part("page").types
