@@ -29,8 +29,9 @@ check-format:
 check-lint:
 	@$(BIN)/ruff check --quiet .
 
+# Without its cache, which goes on saying what an import led to when the imported file was not there yet.
 check-layers:
-	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/lint-imports --no-logo --no-cache
 
 check-mypy:
 	@$(BIN)/mypy
@@ -48,7 +49,7 @@ test-all: check ## PostgreSQL 14 to 18, Python 3.11 to 3.13, and the slow tests
 	@.ci/legs.sh all
 
 soak: $(VENV)/.dev ## The tests that take minutes or gigabytes
-	@$(BIN)/python -m pytest -m soak
+	@$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0
 
 contract: $(VENV)/.dev ## Which promises of tests/contract/promises.toml are kept, by the tests that name them
 	@$(BIN)/python -m pytest --contract -m "not soak" -n $(WORKERS)
@@ -74,5 +75,5 @@ define install
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12 ...")'
 	echo "installing $(1) into $(VENV)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '$(1)'
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --editable '$(1)'
 endef

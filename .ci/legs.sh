@@ -2,8 +2,9 @@
 # Run the tests, on more than one server: what `make test` and `make test-all` do after `make check`.
 #
 #     .ci/legs.sh test    the quick suite on the server that tests find (PGWORKER_TEST_DSN, a Docker engine, the embedded
-#                         wheel); then those that talk to it in a container, on PostgreSQL 14, and on a hostile database
-#     .ci/legs.sh all     the same with slow tests, on PostgreSQL 14 to 18, and the quick suite on Python 3.11 to 3.13
+#                         wheel); then tests/integration in a container, on PostgreSQL 14, and on a hostile database; where
+#                         every leg is required, docker-compose.yml is brought up too
+#     .ci/legs.sh all     all of these with slow tests, on PostgreSQL 14 to 18; the quick suite on Python 3.11 to 3.13
 #
 # A leg that cannot run here says so in one line; with PGWORKER_REQUIRE_ENGINE=1 that is a failure.
 set -euo pipefail
@@ -46,15 +47,23 @@ if lost := sorted(suite - leg):
 PYTHON
 }
 
+engine() { # NAME IMAGE...: whether a Docker engine answers that has these images, or can get them
+    local name=$1 image
+    shift
+    docker info >/dev/null 2>&1 || { cannot "$name" "no Docker engine answers"; return 1; }
+    for image; do
+        docker image inspect "$image" >/dev/null 2>&1 || docker pull --quiet "$image" >/dev/null 2>&1 ||
+            { cannot "$name" "no image $image, and it cannot be pulled"; return 1; }
+    done
+}
+
 container() { # MAJOR
-    local name=container-$1 image=postgres:$1
-    if [[ -z ${PGWORKER_TEST_DSN:-}${PGWORKER_TEST_SERVER:-} ]] && docker info >/dev/null 2>&1; then
+    local name=container-$1
+    engine "$name" "postgres:$1" || return 0
+    if [[ -z ${PGWORKER_TEST_DSN:-}${PGWORKER_TEST_SERVER:-} ]]; then
         echo "leg $name: nobody chose a server, so the suite has just run on this engine"
         return
     fi
-    docker info >/dev/null 2>&1 || { cannot "$name" "no Docker engine answers"; return; }
-    docker image inspect "$image" >/dev/null 2>&1 || docker pull --quiet "$image" >/dev/null 2>&1 ||
-        { cannot "$name" "no image $image, and it cannot be pulled"; return; }
     leg "$name" -u PGWORKER_TEST_DSN PGWORKER_TEST_SERVER=container PGWORKER_TEST_PG="$1" -- tests/integration
     compare "$name"
 }
@@ -64,6 +73,30 @@ binaries() { # MAJOR PYTEST-ARGUMENT...
     bin=$(PYTHON=$venv/bin/python .ci/postgres-binaries.sh "$1" 2>&1 | tail -n 1) || { cannot "$name" "$bin"; return; }
     shift
     leg "$name" -u PGWORKER_TEST_DSN PGWORKER_TEST_SERVER=embedded PGWORKER_TEST_BIN_DIR="$bin" -- "$@"
+}
+
+# docker-compose.yml as it is shipped: each service healthy, a job done by each worker, and a stop that is no failure.
+compose() {
+    engine compose postgres:18 python:3.12-slim || return 0
+    docker compose version >/dev/null 2>&1 || { cannot compose "docker compose is not installed"; return; }
+    echo "== compose"
+    local dc=(docker compose --project-name "pgworker-test-$$" --progress quiet) done=0 codes
+    # shellcheck disable=SC2064 # the command as it is now
+    trap "${dc[*]} down --volumes --timeout 5 >/dev/null 2>&1" EXIT
+    "${dc[@]}" up --detach --wait --wait-timeout 180 >"$out/compose.log" 2>&1 || { tail -n 40 "$out/compose.log"; return 1; }
+    local run=("${dc[@]}" exec -T worker-embed python -m pgworker)
+    "${run[@]}" enqueue --app examples.tour.jobs:app welcome_mail '{"name": "Ada", "email": "ada@example.org"}'
+    "${run[@]}" enqueue --app examples.tour.jobs:app embed '{"text": "hello"}'
+    for _ in {1..50}; do
+        done=$("${dc[@]}" exec -T postgres psql -U pgworker -Atc "select count(*) from pgworker.jobs where state = 'succeeded'")
+        [[ $done == 2 ]] && break
+        sleep 0.2
+    done
+    "${dc[@]}" stop worker-embed worker-welcome-mail >/dev/null 2>&1
+    codes=$("${dc[@]}" ps --all --format '{{.Service}} exit {{.ExitCode}}' | sort | xargs)
+    "${dc[@]}" down --volumes --timeout 5 >/dev/null 2>&1
+    echo "compose: $done of 2 jobs succeeded; $codes"
+    [[ $done == 2 && $codes == "migrate exit 0 postgres exit 0 worker-embed exit 0 worker-welcome-mail exit 0" ]]
 }
 
 python_of() { # X.Y: an interpreter of that version, from PATH or pyenv
@@ -85,14 +118,18 @@ case ${1:-} in
     test)
         leg suite --
         container 18
+        [[ ${PGWORKER_REQUIRE_ENGINE:-0} != 1 ]] || compose
         binaries 14 tests/integration tests/plans
         leg hostile PGWORKER_TEST_HOSTILE=1 -- tests/integration
         ;;
     all)
-        leg suite -- -m 'not soak'
+        # Slow tests set their own timeouts; the one that ends a stuck process must be longer than theirs.
+        slow=(-m 'not soak' -o faulthandler_timeout=1200)
+        leg suite -- "${slow[@]}"
         container 18
-        for major in 14 15 16 17 18; do binaries "$major" -m 'not soak' tests; done
-        leg hostile PGWORKER_TEST_HOSTILE=1 -- -m 'not soak' tests/integration
+        compose
+        for major in 14 15 16 17 18; do binaries "$major" "${slow[@]}" tests; done
+        leg hostile PGWORKER_TEST_HOSTILE=1 -- "${slow[@]}" tests/integration
         for version in 3.11 3.12 3.13; do on_python "$version"; done
         ;;
     *) sed -n '2,/^set /p' "${BASH_SOURCE[0]}" | grep '^#' | cut -c3-; exit 2 ;;

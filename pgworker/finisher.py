@@ -55,7 +55,10 @@ class Ending:
 
 
 class Finisher:
-    """The one writer of a runner: what gathers while a statement is under way goes with the next one."""
+    """The one writer of a runner: what gathers while a statement is under way goes with the next one.
+
+    Past `give_up_at()`, a monotonic time, nothing is tried any more: what is left comes back when its lease expires.
+    """
 
     def __init__(
         self,
@@ -66,6 +69,7 @@ class Finisher:
         apply_database: Database,
         sync_apply_database: SyncDatabase,
         tell: Callable[[Event], None],
+        give_up_at: Callable[[], float],
     ) -> None:
         self._kind = kind
         self._queue = queue
@@ -77,8 +81,7 @@ class Finisher:
         self._again: list[tuple[float, list[Ending]]] = []
         self._work = anyio.Event()
         self._failures = 0
-        self.give_up_at = float("inf")
-        """The monotonic time past which nothing is tried any more: what is left comes back when its lease expires."""
+        self._give_up_at = give_up_at
 
     async def write(self, endings: Sequence[Ending]) -> None:
         """Write these ends and return when each has its verdict, or has been given up because its lease is gone."""
@@ -181,7 +184,7 @@ class Finisher:
 
     def _given_up(self, ending: Ending) -> bool:
         """Whether there is no use in trying any longer; says so once."""
-        if time.monotonic() < min(ending.held.guard, self.give_up_at):
+        if time.monotonic() < min(ending.held.guard, self._give_up_at()):
             return False
         if not ending.written.is_set():
             self._tell(JobLost(self._kind.name, ending.claim.key, "guard"))

@@ -6,12 +6,13 @@ import inspect
 import types
 import typing
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias, cast
 
 from pgworker.errors import ConfigError
 from pgworker.job import Job
+from pgworker.outcome import Cancel, Park, Pause, Permanent, Retry
 from pgworker.payload import DEFAULT_LIMIT_BYTES, Codec, check_kind, codec_for
 from pgworker.policy import Policy
 
@@ -20,6 +21,8 @@ Handler: TypeAlias = Callable[[Any], Any]
 Apply: TypeAlias = Callable[..., Any]
 """`(connection, job, value)`, `def` or `async def` like its handler: the app's own writes of a completion."""
 
+_UNIONS = (typing.Union, types.UnionType)
+_NO_VALUES = (None, types.NoneType, Retry, Permanent, Park, Pause, Cancel)
 _MAX_VERSION = 32_767  # a smallint column
 
 
@@ -36,7 +39,8 @@ class Kind:
     is_async: bool = True
     returns_nothing: bool = False
     version: int = 1
-    result: Codec = field(default_factory=lambda: codec_for(object))
+    result: Codec | None = None
+    """How values become results; None when the handler does not say what it returns: then by each value's own type."""
 
     @property
     def call_size(self) -> int:
@@ -87,6 +91,7 @@ def handled_kind(
         is_async=is_async,
         returns_nothing="return" in hints and hints["return"] is types.NoneType,
         version=version,
+        result=_result_codec(hints.get("return"), batch=batch),
     )
 
 
@@ -113,6 +118,22 @@ def _hints(name: str, handler: Handler) -> dict[str, object]:
     if parameters[0].name in hints:
         hints[""] = hints[parameters[0].name]
     return cast("dict[str, object]", hints)
+
+
+def _result_codec(annotation: object, *, batch: bool) -> Codec | None:
+    """The codec for what the handler says that it returns, apart from None and the instructions."""
+    if batch and typing.get_origin(annotation) is list:
+        (annotation,) = typing.get_args(annotation)
+    elif batch:
+        return None
+    parts = typing.get_args(annotation) if typing.get_origin(annotation) in _UNIONS else (annotation,)
+    values = [part for part in parts if part not in _NO_VALUES]
+    if len(values) != 1 or values[0] in (object, Any):
+        return None
+    try:
+        return codec_for(values[0])
+    except ConfigError:  # no single type that JSON can give back: each value is judged by its own
+        return None
 
 
 def _payload_type(name: str, hints: dict[str, object], *, batch: bool) -> object:

@@ -111,7 +111,11 @@ def covering_ttl(timeout: timedelta | None, batch: int) -> timedelta:
     if timeout is None:
         msg = "a lease without renewal needs a timeout to cover"
         raise ConfigError(msg)
-    return timeout + (2 * batch + 2) * STORE_TIMEOUT
+    try:
+        return timeout + (2 * batch + 2) * STORE_TIMEOUT
+    except OverflowError as error:
+        msg = f"a timeout of {timeout} and a batch of {batch} are too much to cover"
+        raise ConfigError(msg) from error
 
 
 def _content() -> Policy:
@@ -208,8 +212,4 @@ def make_policy(preset: str, options: PolicyOptions) -> Policy:
         timeout = cast("timedelta | None", given.get("timeout", base.timeout))
         batch = cast("int", given.get("batch", base.batch))
         given["lease"] = Lease.cover(max(base.lease.ttl, covering_ttl(timeout, batch)))
-    try:
-        return replace(base, **cast("Any", given))
-    except OverflowError as error:
-        msg = f"these times are too long to add up: {options}"
-        raise ConfigError(msg) from error
+    return replace(base, **cast("Any", given))

@@ -88,7 +88,7 @@ class Runner:
 
     def _reset(self) -> None:
         self._stopping = anyio.Event()
-        self._releasing = anyio.Event()
+        self._released_at: float | None = None
         self._slot_freed = anyio.Event()
         self._attempts: dict[Attempt, int] = {}
 
@@ -101,7 +101,10 @@ class Runner:
     def release(self) -> None:
         """Claim nothing more, cut running calls short and give their jobs back, within one store deadline."""
         self._stopping.set()
-        self._releasing.set()
+        if self._released_at is None:
+            self._released_at = time.monotonic()
+            for attempt in self._attempts:
+                attempt.release()
 
     def stop(self) -> None:
         """Stop as the kind's policy says."""
@@ -147,15 +150,14 @@ class Runner:
             apply_database=self._shared.apply_database,
             sync_apply_database=self._shared.sync_apply_database,
             tell=self._note,
+            give_up_at=self._give_up_at,
         )
         tools = Tools(self.kind, self._compose(), self._shared.leases, finisher, self._note)
         async with anyio.create_task_group() as helpers:
             helpers.start_soon(finisher.run)
             async with anyio.create_task_group() as calls:
-                calls.start_soon(self._release_when_told, finisher)
                 await self._claim_until_stopped(calls, tools)
                 await self._drain()
-                calls.cancel_scope.cancel()
             helpers.cancel_scope.cancel()
 
     def _compose(self) -> Next:
@@ -171,18 +173,16 @@ class Runner:
         grace = self.kind.policy.stop.grace
         with anyio.move_on_after(None if grace is None else grace.total_seconds()):
             await self._until_idle()
-        self._releasing.set()
+        self.release()
         await self._until_idle()
+
+    def _give_up_at(self) -> float:
+        """Past this monotonic time nothing is written any more: one deadline for all that a release gives back."""
+        return float("inf") if self._released_at is None else self._released_at + STORE_TIMEOUT.total_seconds()
 
     async def _until_idle(self) -> None:
         while self._attempts:
             await self._slot_freed.wait()
-
-    async def _release_when_told(self, finisher: Finisher) -> None:
-        await self._releasing.wait()
-        finisher.give_up_at = time.monotonic() + STORE_TIMEOUT.total_seconds()
-        for attempt in list(self._attempts):
-            attempt.release()
 
     # --- claim ------------------------------------------------------------------------------------------------------
 
@@ -190,11 +190,13 @@ class Runner:
         full = False
         async with anyio.create_task_group() as group:
             group.start_soon(_cancel_when, self._stopping, group.cancel_scope)
-            while True:
-                await self._wait_out_pause()
+            while not self._stopping.is_set():  # a claim is shielded: a cancelled scope alone would not end this
                 free = await self._free_slots()
                 if not full and self.kind.window:
                     await anyio.sleep(self.kind.window.total_seconds())
+                if self._paused_until > time.monotonic():
+                    await anyio.sleep(self._paused_until - time.monotonic())
+                    continue  # a call may have made the pause longer
                 self.wake.clear()  # before the claim: a hint from here on is for the next round
                 taken = await self._claim(free * self.kind.call_size)
                 if taken is not None:
@@ -224,10 +226,6 @@ class Runner:
         poll = self.kind.policy.poll.total_seconds()
         due_in = poll if taken.due_in_seconds is None else taken.due_in_seconds
         await self.wake.wait(min(poll, due_in))
-
-    async def _wait_out_pause(self) -> None:
-        while (seconds := self._paused_until - time.monotonic()) > 0:  # noqa: ASYNC110 - a time, which calls may move
-            await anyio.sleep(seconds)
 
     async def _free_slots(self) -> int:
         """How many calls may start now; waits until it is at least one."""

@@ -171,8 +171,8 @@ class Worker:
 
 
 def one_line(error: BaseException) -> str:
-    """The last line of an error's text: libpq's own reason, without the list of hosts tried."""
-    lines = str(error).strip().splitlines()
+    """The last line of an error's text: libpq's own reason, without the hosts tried and its (indented) hints."""
+    lines = [line for line in str(error).splitlines() if line.strip() and not line.startswith("\t")]
     return lines[-1].strip() if lines else type(error).__name__
 
 

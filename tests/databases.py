@@ -16,7 +16,7 @@ from pgworker.tablemap import TableMap
 from tests import hostile
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator
 
 Connection: TypeAlias = psycopg.Connection[TupleRow]
 
@@ -45,6 +45,7 @@ class MakeDsn(Protocol):
 
     def __call__(self, *, migrated: bool = False) -> str:
         """Make it empty, or with our schema in it."""
+        ...
 
 
 def connect(dsn: str) -> Connection:
@@ -57,7 +58,7 @@ def connect(dsn: str) -> Connection:
 def create(server_dsn: str, name: str) -> str:
     """Create a database and return an administrator's DSN to it."""
     with connect(server_dsn) as connection:
-        # template0, which nobody can be connected to; one WAL record instead of a copy of each page where there is a choice
+        # template0, as a copy of a database that somebody is connected to is refused
         connection.execute(sql.SQL("create database {} template template0").format(sql.Identifier(name)))
     return make_conninfo(server_dsn, dbname=name)
 
@@ -69,7 +70,7 @@ def drop(server_dsn: str, name: str) -> None:
 
 
 @contextmanager
-def scratch(server_dsn: str, name: str, *, migrated: bool) -> Iterator[str]:
+def scratch(server_dsn: str, name: str, *, migrated: bool) -> Generator[str, None, None]:
     """A database for one test."""
     dsn = create(server_dsn, name)
     try:

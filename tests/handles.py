@@ -195,3 +195,7 @@ class Recorder:
         with anyio.fail_after(within):
             while not until():
                 await self._changed.wait()
+
+    async def count(self, kind: type[Event], count: int, *, within: float = 10.0) -> None:
+        """Until there have been so many events of one type."""
+        await self.wait(lambda: len(self.of(kind)) >= count, within=within)

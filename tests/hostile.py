@@ -15,6 +15,8 @@ from psycopg.rows import TupleRow
 from pgworker.schema import grants
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from pgworker.tablemap import TableMap
 
 Connection: TypeAlias = psycopg.Connection[TupleRow]
@@ -48,7 +50,8 @@ create function evil.make_interval(secs numeric) returns interval language sql a
 create function evil.text_varchar(text, varchar) returns bool language sql as 'select evil.sprung()::bool';
 create function evil.int_numeric(bigint, numeric) returns bool language sql as 'select evil.sprung()::bool';
 create function evil.time_date(timestamptz, time) returns bool language sql as 'select evil.sprung()::bool';
-create function evil.time_text(timestamptz, text) returns timestamptz language sql as 'select evil.sprung()::timestamptz';
+create function evil.time_text(timestamptz, text) returns timestamptz language sql as
+    'select evil.sprung()::timestamptz';
 create operator evil.= (leftarg = text, rightarg = varchar, function = evil.text_varchar);
 create operator evil.<> (leftarg = text, rightarg = varchar, function = evil.text_varchar);
 create operator evil.= (leftarg = bigint, rightarg = numeric, function = evil.int_numeric);
@@ -66,7 +69,7 @@ class Role(NamedTuple):
 
 
 def poison(connection: Connection, role: Role) -> None:
-    """Make the look-alikes, the bad defaults and the role; before the schema is migrated, which must withstand them too."""
+    """Make the look-alikes, the bad defaults and the role; before the schema, which must withstand them too."""
     connection.execute(_LOOK_ALIKES)
     connection.execute(sql.SQL("drop role if exists {}").format(sql.Identifier(role.name)))
     connection.execute(
@@ -78,36 +81,44 @@ def poison(connection: Connection, role: Role) -> None:
 
 
 def partition(connection: Connection, tables: TableMap) -> None:
-    """Make `jobs` anew, partitioned by kind, with the same names for its indexes; in one transaction, while it is empty."""
+    """Make `jobs` anew while it is empty, partitioned by kind, its indexes under the same names."""
     schema, jobs = tables.schema_identifier, tables.qualified("jobs")
     with connection.transaction():
         connection.execute("set local search_path = pg_catalog")  # so that definitions come with all names qualified
         views = connection.execute(_VIEWS, [tables.schema]).fetchall()
         indexes = connection.execute(_INDEXES, [jobs]).fetchall()
-        options = connection.execute("select array_to_string(reloptions, ', ') from pg_class where oid = %s::regclass", [jobs])
-        (storage,) = options.fetchone() or ("",)
+        ((storage,),) = connection.execute(_STORAGE, [jobs]).fetchall()
         statements = [
-            *(f"drop view {view}" for view, _ in views),
+            *(f"drop view {view}" for view, _ in reversed(views)),
             f"alter table {jobs} rename to jobs_plain",
             f"create table {jobs} (like {schema}.jobs_plain including all excluding indexes) partition by list (kind)",
             f"drop table {schema}.jobs_plain",
             *(definition for (definition,) in indexes),
+            *(f"create table {schema}.{name} partition of {jobs} {bound} {storage}" for name, bound in _bounds()),
+            *(f"create view {view} as {definition}" for view, definition in views),
         ]
-        bounds = {name: "for values in (" + ", ".join(f"'{kind}'" for kind in kinds) + ")" for name, kinds in PARTITIONS.items()}
-        for name, bound in {**bounds, "jobs_default": "default"}.items():
-            statements.append(f"create table {schema}.{name} partition of {jobs} {bound} with ({storage or 'fillfactor = 100'})")
-        statements += [f"create view {view} as {definition}" for view, definition in views]
         connection.execute(";\n".join(statements).encode())
+
+
+def _bounds() -> Iterator[tuple[str, str]]:
+    for name, kinds in PARTITIONS.items():
+        yield name, "for values in (" + ", ".join(f"'{kind}'" for kind in kinds) + ")"
+    yield "jobs_default", "default"
 
 
 _VIEWS: Final = """
 select format('%%I.%%I', n.nspname, c.relname), rtrim(pg_get_viewdef(c.oid), '; ')
 from pg_class c join pg_namespace n on n.oid = c.relnamespace where n.nspname = %s and c.relkind = 'v' order by c.oid"""
 
-# Constraints first: the indexes behind them come with them.
+# A partitioned table has no storage parameters; its partitions take those of the plain one.
+_STORAGE: Final = """
+select coalesce('with (' || array_to_string(reloptions, ', ') || ')', '') from pg_class where oid = %s::regclass"""
+
+# The index behind a constraint comes with it.
 _INDEXES: Final = """
 select case when c.oid is null then pg_get_indexdef(i.indexrelid)
-            else format('alter table %%s add constraint %%I %%s', i.indrelid::regclass, c.conname, pg_get_constraintdef(c.oid)) end
+            else format('alter table %%s add constraint %%I %%s',
+                        i.indrelid::regclass, c.conname, pg_get_constraintdef(c.oid)) end
 from pg_index i left join pg_constraint c on c.conindid = i.indexrelid and c.contype in ('p', 'u')
 where i.indrelid = %s::regclass order by i.indexrelid"""
 

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import psycopg
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Mapping
 
 _DEFAULT_VERSION: Final = "18"
 _PROBE_SECONDS: Final = 2.0
@@ -34,8 +34,8 @@ _SETTINGS: Final = {
     "shared_buffers": "128MB",
 }
 
-# Only where nobody has set something better: the reaper's image cannot be pulled everywhere (and a crashed run's container
-# is swept by its label), a machine with /.dockerenv is taken for a container, and readiness is asked once a second.
+# Only where nobody has set something better: the reaper's image cannot be pulled everywhere (a crashed run's container
+# is to be swept by its label), a machine with /.dockerenv is taken for a container, readiness is asked once a second.
 _TESTCONTAINERS: Final = {
     "TESTCONTAINERS_RYUK_DISABLED": "true",
     "TESTCONTAINERS_CONNECTION_MODE": "docker_host",
@@ -96,7 +96,7 @@ def _choose_by_engine(environ: Mapping[str, str], *, answers: bool, forced: bool
     if answers:
         return Choice(Source.CONTAINER, f"container of {image(environ)}", may_fall_back=not (forced or required))
     if required:
-        msg = "no Docker engine answers, and PGWORKER_REQUIRE_ENGINE=1: start dockerd, or set PGWORKER_TEST_SERVER=embedded"
+        msg = "no Docker engine answers, but PGWORKER_REQUIRE_ENGINE=1: start one, or set PGWORKER_TEST_SERVER=embedded"
         raise ServerChoiceError(msg)
     if forced:
         return Choice(Source.NONE, "none: no Docker engine answers, so tests that need a database are skipped")
@@ -104,7 +104,7 @@ def _choose_by_engine(environ: Mapping[str, str], *, answers: bool, forced: bool
 
 
 def docker_answers(environ: Mapping[str, str]) -> bool:
-    """Whether something at DOCKER_HOST, or at Docker's own socket, takes connections; asks without any Docker library."""
+    """Whether an engine is at DOCKER_HOST, or at Docker's own socket; asks without any Docker library."""
     host = urlsplit(environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock")
     try:
         if host.scheme == "unix":
@@ -125,7 +125,7 @@ def image(environ: Mapping[str, str]) -> str:
 
 
 @contextmanager
-def serve(choice: Choice, environ: Mapping[str, str]) -> Iterator[Server]:
+def serve(choice: Choice, environ: Mapping[str, str]) -> Generator[Server, None, None]:
     """Run the chosen server for as long as the context lasts. Blocks while it starts, some seconds at the most."""
     with ExitStack() as stack:
         note = choice.note
@@ -156,7 +156,7 @@ def _container_or_embedded(stack: ExitStack, environ: Mapping[str, str], note: s
 
 
 @contextmanager
-def _container(environ: Mapping[str, str]) -> Iterator[str]:
+def _container(environ: Mapping[str, str]) -> Generator[str, None, None]:
     for name, value in _TESTCONTAINERS.items():
         os.environ.setdefault(name, value)  # read when testcontainers is imported
     try:
@@ -168,9 +168,9 @@ def _container(environ: Mapping[str, str]) -> Iterator[str]:
     major = int(re.findall(r":(\d+)", name)[0])
     command = ["postgres", "-c", "fsync=off"]
     command += [word for setting in _SETTINGS.items() for word in ("-c", "=".join(setting))]
-    container = PostgresContainer(name, username="postgres", password="postgres", dbname="postgres", driver=None)  # noqa: S106
+    container = PostgresContainer(name, username="postgres", password="postgres", dbname="postgres", driver=None)
     container.with_env("POSTGRES_INITDB_ARGS", "--no-sync")
-    container.with_tmpfs_mount("/var/lib/postgresql" if major >= 18 else "/var/lib/postgresql/data")  # noqa: PLR2004
+    container.with_tmpfs_mount("/var/lib/postgresql" if major >= 18 else "/var/lib/postgresql/data")
     container.with_command(command)
     try:
         container.start()
@@ -180,7 +180,7 @@ def _container(environ: Mapping[str, str]) -> Iterator[str]:
 
 
 @contextmanager
-def _embedded(environ: Mapping[str, str]) -> Iterator[str]:
+def _embedded(environ: Mapping[str, str]) -> Generator[str, None, None]:
     from pgworker.embedded import EmbeddedPostgres  # noqa: PLC0415 - unit tests need no server
 
     bin_dir = environ.get("PGWORKER_TEST_BIN_DIR")

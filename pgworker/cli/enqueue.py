@@ -14,12 +14,11 @@ from pgworker import schema as migrations
 from pgworker.app import App
 from pgworker.cli.database import check_dsn, connected
 from pgworker.cli.errors import reported
-from pgworker.cli.loading import load_app
+from pgworker.cli.loading import known_kind, load_app
 from pgworker.cli.logs import LogLevel, log_to_stderr
 from pgworker.cli.options import Debug, Dsn, Json, Schema, duration
 from pgworker.cli.output import print_json, say
 from pgworker.db import session_settings
-from pgworker.errors import UnknownKind
 from pgworker.job import Enqueued, NewJob
 from pgworker.policy import STORE_TIMEOUT
 
@@ -50,7 +49,10 @@ class IfPending(StrEnum):
 def enqueue(
     kind: Annotated[str, typer.Argument(metavar="KIND", help="The kind of job.")],
     payload: Annotated[
-        str, typer.Argument(metavar="[PAYLOAD]", help="JSON, or - to read it from standard input.", show_default=False)
+        str,
+        typer.Argument(
+            metavar="PAYLOAD", help="JSON, or - to read it from standard input; null if left out.", show_default=False
+        ),
     ] = "null",
     *,
     key: Annotated[
@@ -119,15 +121,13 @@ def _front(kind: str, target: str | None, dsn: str | None, schema: str | None) -
 
 def _value(front: App, kind: str, text: str, *, typed: bool) -> object:
     """The payload of a JSON text. Raises UnknownKind, PayloadError, and a usage error that quotes nothing."""
-    if kind not in front.kinds:
-        msg = f"the app has no kind {kind!r}; it has {', '.join(sorted(front.kinds)) or 'none'}"
-        raise UnknownKind(msg)
+    known = known_kind(front, kind)
     try:
         plain: object = msgspec.json.decode(text)
     except msgspec.DecodeError as error:
         msg = f"this is no JSON ({error}); a text needs quotes of its own: '\"like this\"'"
         raise typer.BadParameter(msg, param_hint="PAYLOAD") from error
-    return front.kinds[kind].payload.decode(text) if typed else plain
+    return known.payload.decode(text) if typed else plain
 
 
 def _put(front: App, kind: str, job: NewJob, if_pending: IfPending) -> Enqueued:

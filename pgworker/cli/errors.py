@@ -37,21 +37,16 @@ class Code(IntEnum):
     FINDINGS = 6
 
 
-EXIT_CODES = """Exit codes:
-
-0  done; for run: stopped as asked, with jobs finished or given back
-
-1  an internal error, or a stop that had to be forced
-
-2  wrong usage: an option, a payload, a missing or malformed DSN
-
-3  the app cannot be imported, or the kind is unknown
-
-4  the database cannot be reached
-
-5  the schema is missing, too new, or could not be migrated
-
-6  status --check has findings
+# (the first line keeps the help's formatter from filling the paragraph)
+EXIT_CODES = """\b
+Exit codes:
+  0  done; of run: stopped as asked, its jobs finished or given back
+  1  an internal error, or a stop that had to be forced
+  2  wrong usage: an option, a payload, a missing or malformed DSN
+  3  the app cannot be imported, or the kind is unknown
+  4  the database cannot be reached
+  5  the schema is missing, too new, or could not be migrated
+  6  status --check has findings
 """
 
 _CODES: tuple[tuple[type[PgworkerError], Code], ...] = (
@@ -60,17 +55,16 @@ _CODES: tuple[tuple[type[PgworkerError], Code], ...] = (
     (DatabaseUnavailable, Code.NO_DATABASE),
     (SchemaError, Code.NO_SCHEMA),
     (ConfigError, Code.USAGE),
-    (PayloadError, Code.USAGE),
     (PgworkerError, Code.INTERNAL),
 )
 
 
 @contextmanager
 def reported(*, debug: bool) -> Generator[None, None, None]:
-    """Turn the errors that are foreseen into one line on standard error and an exit code; `debug` adds the traceback."""
+    """Turn errors that are foreseen into one line on standard error and an exit code; `debug` adds the traceback."""
     try:
         yield
-    except (PgworkerError, psycopg.Error, TimeoutError, BaseExceptionGroup) as raised:
+    except (PgworkerError, psycopg.Error, TimeoutError, ExceptionGroup) as raised:
         error = _innermost(raised)
         told = _told(error)
         if told is None:
@@ -93,8 +87,10 @@ def report_internal(error: Exception, *, debug: bool) -> Code:
     return Code.INTERNAL
 
 
-def _told(error: BaseException) -> tuple[str, Code] | None:
+def _told(error: Exception) -> tuple[str, Code] | None:
     """The line and the code; None for what is an error of ours."""
+    if isinstance(error, PayloadError):
+        return f"the payload is refused at {error.path}: {error.reason}", Code.USAGE
     for kind, code in _CODES:
         if isinstance(error, kind):
             return str(error), code
@@ -108,11 +104,9 @@ def _told(error: BaseException) -> tuple[str, Code] | None:
     return None
 
 
-def _innermost(error: BaseException) -> BaseException:
+def _innermost(error: Exception) -> Exception:
     """The one error of a group of one, however deeply task groups have wrapped it."""
-    while isinstance(error, BaseExceptionGroup):
-        inner = cast("tuple[BaseException, ...]", error.exceptions)  # pyright: ignore[reportUnknownMemberType]
-        if len(inner) != 1:
-            break
-        error = inner[0]
+    if isinstance(error, ExceptionGroup):
+        group = cast("ExceptionGroup[Exception]", error)
+        return _innermost(group.exceptions[0]) if len(group.exceptions) == 1 else group
     return error

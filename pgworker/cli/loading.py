@@ -9,11 +9,12 @@ from pathlib import Path
 from types import ModuleType
 
 from pgworker.app import App
-from pgworker.errors import AppNotFound
+from pgworker.errors import AppNotFound, UnknownKind
+from pgworker.kind import Kind
 
 
 def load_app(target: str) -> App:
-    """Import `module:attribute`, with the current folder on the path. Raises AppNotFound, whose text says what to do."""
+    """Import `module:attribute`, with the current folder on the path. Raises AppNotFound, which says what to do."""
     module_name, _, attribute = target.partition(":")
     if not attribute.isidentifier() or not all(part.isidentifier() for part in module_name.split(".")):
         hint = ""
@@ -26,6 +27,15 @@ def load_app(target: str) -> App:
     if here not in sys.path:  # `python -m pgworker` has it there, the installed command has not
         sys.path.insert(0, here)
     return _app_in(_import(module_name), attribute)
+
+
+def known_kind(app: App, name: str) -> Kind:
+    """The app's kind of this name. Raises UnknownKind."""
+    kinds = app.kinds
+    if name not in kinds:
+        msg = f"the app has no kind {name!r}; it has {', '.join(sorted(kinds)) or 'none'}"
+        raise UnknownKind(msg)
+    return kinds[name]
 
 
 def _import(name: str) -> ModuleType:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import time
+from datetime import UTC, datetime
 from enum import StrEnum
 
 from pgworker.cli.output import one_line
 
-_FORMAT = "%(asctime)s.%(msecs)03dZ %(levelname)-7s %(message)s"
-_TIME = "%Y-%m-%dT%H:%M:%S"
 _LOGGERS = ("pgworker", "psycopg")  # psycopg's pools say why they have no connection
 
 
@@ -23,11 +21,10 @@ class LogLevel(StrEnum):
 
 
 class _OneLine(logging.Formatter):
-    converter = time.gmtime
-
     def format(self, record: logging.LogRecord) -> str:
-        """A record with line breaks or control characters in a job's key is still one line."""
-        return one_line(super().format(record))
+        """A record with line breaks, or control characters from a job's key, is still one line."""
+        at = datetime.fromtimestamp(record.created, UTC).strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3]
+        return f"{at}Z {record.levelname:<7} {one_line(super().format(record))}"
 
 
 def log_to_stderr(level: LogLevel | None) -> None:
@@ -40,7 +37,7 @@ def log_to_stderr(level: LogLevel | None) -> None:
         if logger.hasHandlers():
             continue
         handler = logging.StreamHandler()
-        handler.setFormatter(_OneLine(_FORMAT, _TIME))
+        handler.setFormatter(_OneLine())
         logger.addHandler(handler)
         if level is None:
             logger.setLevel(logging.INFO if ours else logging.WARNING)

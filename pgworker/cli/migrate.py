@@ -91,7 +91,7 @@ def _print_applied(applied: Sequence[Migration], tables: TableMap) -> None:
 
 
 def _print_plan(pending: Sequence[Migration]) -> None:
-    shown = table(["migration", "breaking", "in a transaction", "what to know"])
+    shown = table(["migration", "breaking", "in a transaction", "what to know"], texts=["what to know"])
     for each in pending:
         shown.add_row(each.title, "yes" if each.breaking else "no", "yes" if each.transactional else "no", each.note)
     console().print(shown)

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 import typer
@@ -21,15 +21,19 @@ _WIDE = 200  # columns of a table that no terminal shows: a program or a pager g
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
 
+def plain(text: str) -> str:
+    """A text from elsewhere that cannot steer a terminal: what does not print is shown as an escape."""
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
 def one_line(text: str) -> str:
-    """A text from elsewhere as one line that cannot steer a terminal: what does not print is shown as an escape."""
-    joined = _BREAK.sub("; ", text.strip())
-    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in joined)
+    """As plain, with the lines of a message for people put into one."""
+    return plain(_BREAK.sub("; ", text.strip()))
 
 
 def say(text: str) -> None:
     """Print a line to standard output."""
-    typer.echo(one_line(text))
+    typer.echo(plain(text))
 
 
 def complain(text: str) -> None:
@@ -50,14 +54,15 @@ def console() -> Console:
     return Console(width=wide, markup=False, emoji=False, highlight=False)
 
 
-def table(headings: Sequence[str], *, numbers: Collection[str] = ()) -> Table:
-    """A table with these columns, those of numbers aligned to the right. A long word is folded, never cut."""
+def table(headings: Sequence[str], *, numbers: Collection[str] = (), texts: Collection[str] = ()) -> Table:
+    """A table with these columns. Where it is too wide its texts are folded; numbers are aligned to the right."""
     from rich import box
     from rich.table import Table
 
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for heading in headings:
-        made.add_column(heading, justify="right" if heading in numbers else "left", overflow="fold")
+        side: Literal["left", "right"] = "right" if heading in numbers else "left"
+        made.add_column(heading, justify=side, overflow="fold", no_wrap=heading not in texts)
     return made
 
 

@@ -16,6 +16,7 @@ app = typer.Typer(
     name="pgworker",
     help="Jobs in your own Postgres: enqueue in your transaction, work with fenced leases, no broker.",
     epilog=EXIT_CODES,
+    rich_markup_mode=None,  # plain help: narrower, and `run` need not load rich
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,  # they show local variables' neighbourhood, and cost the import of rich

@@ -89,7 +89,7 @@ def make_report(
 
 
 def _kind_row(name: str, counts: Sequence[KindCount], bound: int) -> KindRow:
-    by_state = {state: 0 for state in (*_PENDING, *_ENDED)} | {count.state: count.count for count in counts}
+    by_state = dict.fromkeys((*_PENDING, *_ENDED), 0) | {state: number for _, state, number, _ in counts}
     at_least = [state for state in _ENDED if by_state[state] >= bound]
     if sum(by_state[state] for state in _PENDING) >= bound:  # one bound for all of them
         at_least = [*_PENDING, *at_least]
@@ -118,7 +118,7 @@ def _runner_row(presence: Presence) -> RunnerRow:
 
 
 def _findings(rows: Sequence[KindRow], runners: Sequence[RunnerRow], asked: Sequence[str]) -> Iterable[str]:
-    """Kinds that should have a live runner and have none: those asked for, those with work, those whose runners died."""
+    """Kinds without a live runner that should have one: those asked for, those with work, those whose runners died."""
     waiting = {row.kind: row.counts["ready"] + row.counts["expired"] for row in rows}
     last = {row.kind: row for row in sorted(runners, key=lambda row: -row.silent_seconds)}
     for kind in sorted({*asked, *last, *(kind for kind, count in waiting.items() if count)}):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections import Counter
@@ -15,11 +16,10 @@ import typer
 from pgworker.app import App
 from pgworker.cli.database import check_dsn, describe
 from pgworker.cli.errors import reported
-from pgworker.cli.loading import load_app
+from pgworker.cli.loading import known_kind, load_app
 from pgworker.cli.logs import LogLevel, log_to_stderr
 from pgworker.cli.options import Debug, Dsn, Schema, duration
-from pgworker.cli.signals import StopSignals
-from pgworker.errors import UnknownKind
+from pgworker.cli.signals import StoppedEarlyError, StopSignals
 from pgworker.kind import Kind
 from pgworker.worker import Worker
 
@@ -61,7 +61,7 @@ def run(
     gives them back within five seconds. The third, or a job that will not stop, ends the process; such jobs run again
     when their leases have run out.
     """
-    with reported(debug=debug), StopSignals() as signals:
+    with reported(debug=debug), contextlib.suppress(StoppedEarlyError), StopSignals() as signals:
         waiting = duration(startup_timeout, "--startup-timeout")
         loaded = load_app(app)
         log_to_stderr(log_level)
@@ -81,14 +81,9 @@ def run(
 
 def _chosen(app: App, names: list[str] | None) -> list[Kind]:
     """The kinds to work on, each once. Raises UnknownKind."""
-    kinds = app.kinds
-    if not names:
-        return [kind for kind in kinds.values() if kind.handler is not None]
-    for name in names:
-        if name not in kinds:
-            msg = f"the app has no kind {name!r}; it has {', '.join(sorted(kinds)) or 'none'}"
-            raise UnknownKind(msg)
-    return [kinds[name] for name in dict.fromkeys(names)]
+    if names:
+        return [known_kind(app, name) for name in dict.fromkeys(names)]
+    return [kind for kind in app.kinds.values() if kind.handler is not None]
 
 
 def _work(app: App, worker: Worker, started: Callable[[], None], waiting: timedelta) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import os
 import select
 import signal
@@ -16,15 +18,19 @@ from pgworker.kind import Kind
 from pgworker.policy import STORE_TIMEOUT, Stop
 from pgworker.worker import Worker
 
-_Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
+_log = logging.getLogger("pgworker")
+
+_Handler: TypeAlias = Callable[[int, FrameType | None], object] | int
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 _SIGNAL: Final = b"!"
+_LAST: Final = 3
+_STDERR: Final = 2
 _RELEASE_SECONDS: Final = STORE_TIMEOUT.total_seconds() + 0.5  # the release's one budget, and a moment to sign off
 _FOR_EVER: Final = float("inf")
 
 
 class StoppedEarlyError(BaseException):
-    """A signal came before there was a worker to stop. Not an Exception: an app that is being imported lets it through."""
+    """A signal came before there was a worker to stop. No Exception: an app that is being imported lets it through."""
 
 
 class StopSignals:
@@ -44,39 +50,46 @@ class StopSignals:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._worker: Worker | None = None
         self._stop_seconds = _FOR_EVER
+        self._early = 0
         self._pid = os.getpid()
         self._previous: dict[int, _Handler] = {}
 
     def __enter__(self) -> Self:
-        self._previous = {number: signal.signal(number, self._signalled) for number in _SIGNALS}
         self._thread.start()
+        self._previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
+        for number in _SIGNALS:
+            signal.signal(number, self._signalled)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        """Put the handlers back. A command that was stopped early has done what it was asked to."""
+    ) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         os.close(self._write)
         self._thread.join()
         os.close(self._read)
-        return isinstance(error, StoppedEarlyError)
 
     def serve(self, worker: Worker, kinds: Sequence[Kind]) -> None:
-        """Steer this worker from now on; called in its event loop."""
+        """Steer this worker from now on; called in its event loop. Raises StoppedEarlyError if that was asked for."""
         self._stop_seconds = stop_seconds(kinds)
         self._worker = worker
         self._loop = asyncio.get_running_loop()
+        if self._early:  # and the app's import did not let the exception through
+            raise StoppedEarlyError
 
     def _signalled(self, number: int, _frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a fork that a handler made has our signal handlers, and its end is its own
             signal.signal(number, self._previous[number])
             signal.raise_signal(number)
-        elif self._loop is None:
-            raise StoppedEarlyError
-        else:
+        elif self._loop is not None:
             os.write(self._write, _SIGNAL)
+        else:
+            self._early += 1
+            if self._early == 1:
+                raise StoppedEarlyError
+            if self._early >= _LAST:
+                _leave("stopped by a third signal")
 
     # --- in the thread ----------------------------------------------------------------------------------------------
 
@@ -95,26 +108,29 @@ class StopSignals:
 
     def _act(self, signals: int) -> float:
         """Do what this signal asks for; returns the seconds that the worker may take over it."""
-        worker = self._worker
-        assert worker is not None  # noqa: S101 - nothing is written to the pipe before
-        if signals == 1:
-            self._in_loop(worker.stop)
-            return self._stop_seconds
-        if signals > 2:  # noqa: PLR2004 - the third
+        if signals >= _LAST:
             _leave("stopped by a third signal")
-        self._in_loop(worker.release)
-        return _RELEASE_SECONDS
-
-    def _in_loop(self, order: Callable[[], None]) -> None:
+        order, seconds = (self._stop, self._stop_seconds) if signals == 1 else (self._release, _RELEASE_SECONDS)
         assert self._loop is not None  # noqa: S101 - nothing is written to the pipe before
-        try:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the worker has ended already
             self._loop.call_soon_threadsafe(order)
-        except RuntimeError:  # the loop is closed: the worker has ended already
-            return
+        return seconds
+
+    # --- in the loop ------------------------------------------------------------------------------------------------
+
+    def _stop(self) -> None:
+        _log.info("stopping: nothing more is claimed; a second signal gives back what still runs")
+        assert self._worker is not None  # noqa: S101 - set before the loop
+        self._worker.stop()
+
+    def _release(self) -> None:
+        _log.info("releasing: what still runs is given back; a third signal ends the process")
+        assert self._worker is not None  # noqa: S101 - set before the loop
+        self._worker.release()
 
 
 def stop_seconds(kinds: Sequence[Kind]) -> float:
-    """The longest that an ordinary stop takes: the longest grace, then a release; a drain without a grace has no end."""
+    """The longest that an ordinary stop takes: the longest grace, then a release; a drain without grace has no end."""
     return max(_grace_seconds(kind.policy.stop) for kind in kinds) + _RELEASE_SECONDS
 
 
@@ -127,5 +143,6 @@ def _grace_seconds(stop: Stop) -> float:
 def _leave(why: str) -> NoReturn:
     """End the process now. Nothing is given back: what it held is claimed again when the leases have run out."""
     line = f"pgworker: {why}; jobs that still ran come back when their leases have run out\n"
-    os.write(2, line.encode())
+    if select.select([], [_STDERR], [], 0)[1]:  # whoever should read it may be stuck
+        os.write(_STDERR, line.encode())
     os._exit(1)

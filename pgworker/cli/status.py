@@ -12,13 +12,15 @@ from pgworker.cli.database import connected, settings
 from pgworker.cli.errors import Code, reported
 from pgworker.cli.logs import LogLevel, log_to_stderr
 from pgworker.cli.options import Debug, Dsn, Json, Schema
-from pgworker.cli.output import age, console, one_line, print_json, say, table
+from pgworker.cli.output import age, console, plain, print_json, say, table
 from pgworker.cli.report import KindRow, Report, RunnerRow, make_report
 from pgworker.db import send_sync, session_settings
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.statements import count_jobs, list_runners
 
 _BOUND = 10_000
+_ALWAYS = ("ready", "running", "succeeded", "failed")  # the other states get a column when there is something in it
+_RUNNER_HEADINGS = ("kind", "runner", "state", "up", "in flight", "outcomes", "last error")
 
 
 def status(
@@ -38,7 +40,7 @@ def status(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show the jobs of each kind by state, and the runners that have reported themselves.
+    """Show the jobs of each kind by state, and who works on them.
 
     A runner reports every five seconds; after ten of silence it is stale: killed, frozen or cut off. Counts are exact
     up to 10,000 for each kind; beyond, they end with a plus sign.
@@ -81,13 +83,18 @@ def _print(report: Report) -> None:
 
 
 def _print_kinds(rows: Sequence[KindRow]) -> None:
-    states = list(rows[0].counts)
-    shown = table(["kind", *states, "oldest ready"], numbers=[*states, "oldest ready"])
+    states = [state for state in rows[0].counts if state in _ALWAYS or any(row.counts[state] for row in rows)]
+    shown = table(["kind", *states, "oldest ready"], numbers=[*states, "oldest ready"], texts=["kind"])
     for row in rows:
-        cells = [_count(count, bounded=state in row.at_least) for state, count in row.counts.items()]
-        oldest = "" if row.oldest_ready_seconds is None else age(row.oldest_ready_seconds)
-        shown.add_row(one_line(row.kind), *cells, oldest)
+        cells = [_count(count, bounded=state in row.at_least) for state, count in row.counts.items() if state in states]
+        shown.add_row(plain(row.kind), *cells, _oldest(row))
     console().print(shown)
+
+
+def _oldest(row: KindRow) -> str:
+    if row.oldest_ready_seconds is None:
+        return ""
+    return age(row.oldest_ready_seconds) + ("+" if "ready" in row.at_least else "")
 
 
 def _count(count: int, *, bounded: bool) -> str:
@@ -95,10 +102,10 @@ def _count(count: int, *, bounded: bool) -> str:
 
 
 def _print_runners(rows: Sequence[RunnerRow]) -> None:
-    shown = table(["kind", "runner", "state", "up", "in flight", "outcomes", "last error"], numbers=["in flight"])
+    shown = table(_RUNNER_HEADINGS, numbers=["up", "in flight"], texts=["kind", "runner", "outcomes", "last error"])
     for row in rows:
-        state = f"stale, silent {age(row.silent_seconds)}" if row.stale else row.lifecycle
+        state = f"stale {age(row.silent_seconds)}" if row.stale else row.lifecycle
         outcomes = ", ".join(f"{count:,} {name}" for name, count in row.outcomes.items() if count)
         texts = (row.kind, row.runner, state, age(row.up_seconds), f"{row.in_flight:,}", outcomes, row.last_error or "")
-        shown.add_row(*map(one_line, texts), style="yellow" if row.stale else None)
+        shown.add_row(*map(plain, texts), style="yellow" if row.stale else None)
     console().print(shown)

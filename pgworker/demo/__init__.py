@@ -16,9 +16,21 @@ search  ranked hits with the lines that match
 
 from __future__ import annotations
 
+from pgworker.demo.files import default_folder, real_folder
 from pgworker.demo.report import Failures, Progress, Report
 from pgworker.demo.run import Indexer
-from pgworker.demo.search import Found, Hit, Line, search
-from pgworker.demo.store import default_folder
+from pgworker.demo.search import Found, Hit, Line, Piece, search
 
-__all__ = ["Failures", "Found", "Hit", "Indexer", "Line", "Progress", "Report", "default_folder", "search"]
+__all__ = [
+    "Failures",
+    "Found",
+    "Hit",
+    "Indexer",
+    "Line",
+    "Piece",
+    "Progress",
+    "Report",
+    "default_folder",
+    "real_folder",
+    "search",
+]

@@ -8,7 +8,10 @@ import os
 import re
 import stat
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, NamedTuple
+
+from pgworker.errors import ConfigError
 
 LARGEST: Final = 1024 * 1024
 """Bytes of the largest file that is indexed."""
@@ -20,9 +23,9 @@ TOO_LARGE: Final = "too_large"
 # What tools make and fetch, by the names that everybody uses for it.
 _JUNK_FOLDERS: Final = frozenset(
     {
-        ".git", ".hg", ".svn", ".jj", "node_modules", "site-packages", "dist-packages", "__pycache__", ".venv", ".cache", ".tox",
-        ".nox", ".eggs", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".import_linter_cache", ".hypothesis", ".gradle",
-        ".terraform",
+        ".git", ".hg", ".svn", ".jj", "node_modules", "site-packages", "dist-packages", "__pycache__", ".venv",
+        ".cache", ".tox", ".nox", ".eggs", ".mypy_cache", ".pytest_cache", ".ruff_cache", ".import_linter_cache",
+        ".hypothesis", ".gradle", ".terraform",
     }
 )  # fmt: skip
 _JUNK_FILES: Final = frozenset({".DS_Store", "Thumbs.db"})
@@ -30,12 +33,14 @@ _JUNK_FILES: Final = frozenset({".DS_Store", "Thumbs.db"})
 _JUNK_MARKS: Final = frozenset({"CACHEDIR.TAG", "pyvenv.cfg", "PG_VERSION"})
 
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
-_FILE: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY  # opening a FIFO or a terminal waits for nobody
+_FILE: Final = (
+    os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
+)  # opening a FIFO or a terminal waits for nobody
 _NO_FILE_NOW: Final = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENXIO, errno.EISDIR})
 _ESCAPE: Final = re.compile(rb"\\(?:\\|x([0-9a-f]{2}))")
 
 
-class Refused(Exception):  # noqa: N818 - no error of the program's: the file is such that it cannot be read
+class Refused(Exception):
     """A file that cannot be read, with a code that is safe to store."""
 
     def __init__(self, code: str) -> None:
@@ -62,6 +67,23 @@ class Listing:
     def may_hold(self, path: str) -> bool:
         """Whether a file could be there unseen, in a folder that could not be listed."""
         return any(path.startswith(f"{folder}/") for folder in self.closed)
+
+
+def default_folder() -> Path:
+    """The source tree that this package is run from; else, as from a wheel, the current folder."""
+    tree = Path(__file__).resolve().parents[2]
+    return tree if (tree / "pyproject.toml").is_file() and (tree / "migrations").is_dir() else Path.cwd()
+
+
+def real_folder(folder: Path) -> Path:
+    """The path by which an index knows a folder. Raises ConfigError for what is none."""
+    try:
+        found = folder.resolve(strict=True)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"there is no folder {folder}: name one that is there") from error
+    if not found.is_dir():
+        raise ConfigError(f"{folder} is not a folder: name the one that holds it")
+    return found
 
 
 def list_files(root: str) -> Listing:
@@ -175,4 +197,6 @@ def to_text(path: str) -> str:
 
 def from_text(text: str) -> str:
     """The path that to_text was given."""
-    return os.fsdecode(_ESCAPE.sub(lambda found: bytes.fromhex(found[1].decode()) if found[1] else b"\\", text.encode()))
+    return os.fsdecode(
+        _ESCAPE.sub(lambda found: bytes.fromhex(found[1].decode()) if found[1] else b"\\", text.encode())
+    )

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 
-class Failures(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Failures:
     """Files whose jobs stand as failed with one code, and the first few of them."""
 
     code: str
-    count: int
+    files: int
     paths: list[str]
 
 
@@ -34,7 +35,7 @@ class Report:
     looked_at: int
     """Files that the round looked into: in the first round all, later those that seemed changed."""
     changed: list[str]
-    """The first few of the files that were new or changed, as the database saw it."""
+    """The first few of the files that were gone, new or changed, as the database saw it."""
     gone: int
     """Documents that were removed with their jobs, since their files are no longer there."""
     closed: list[str]
@@ -54,8 +55,10 @@ class Report:
     """The whole round."""
     jobs_per_second: float | None
     """Jobs ended here, over the time from the first enqueue to the last end. None without any."""
+    picked_up: int
+    """Jobs enqueued in this round that a worker of this process claimed; the two times below are of these."""
     pickup_p50: float | None
-    """Seconds from a job's enqueue in this round to its claim, by the database's clock; half waited no longer."""
+    """Seconds from a job's enqueue to its first claim, by the database's clock; half waited no longer."""
     pickup_p99: float | None
     interrupted: bool
 

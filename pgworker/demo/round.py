@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import anyio
@@ -60,6 +60,11 @@ class Round:
             elif each.status == "unchanged":
                 self.unchanged += 1
 
+    def forgotten(self, paths: Sequence[str]) -> None:
+        """Note documents that were removed."""
+        self.gone += len(paths)
+        self.changed += paths[: _EXAMPLES - len(self.changed)]
+
     def look_again(self) -> list[str]:
         """The paths whose content was not what had been enqueued, each at most three times."""
         paths = [self.outstanding[key] for key in self._again if key in self.outstanding]
@@ -112,6 +117,11 @@ class Round:
         if self._first_enqueue is None or self._last_end is None:
             return None
         return (self.done + self.failed) / max(self._last_end - self._first_enqueue, 1e-6)
+
+    @property
+    def picked_up(self) -> int:
+        """Jobs enqueued in this round that have been claimed here."""
+        return len(self._pickups)
 
     def pickup(self, share: float) -> float | None:
         """The wait for a worker that this share of the jobs enqueued in this round did not exceed."""

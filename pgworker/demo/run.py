@@ -5,19 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, cast
 
 import anyio
 import anyio.to_thread
 import psycopg
 
 from pgworker.db import AsyncConnection
-from pgworker.demo.files import Listing, Stamp, from_text, list_files, revision, stamp_of, to_text
+from pgworker.demo.files import Listing, Stamp, from_text, list_files, real_folder, revision, stamp_of, to_text
 from pgworker.demo.jobs import LASTING, SourceFile, make_app
 from pgworker.demo.report import Failures, Progress, Report
 from pgworker.demo.round import Round
 from pgworker.demo.store import KIND, Seen, Store, prepare
-from pgworker.errors import ConfigError
 from pgworker.events import Event
 from pgworker.job import NewJob
 from pgworker.worker import one_line
@@ -25,6 +24,7 @@ from pgworker.worker import one_line
 _CHUNK: Final = 200  # files in one transaction
 _QUIET_SECONDS: Final = 1.0  # without an event for so long, the table is asked
 _LOOK_EVERY_SECONDS: Final = 1.0
+_REST: Final = 5  # times as long as a look took: a huge folder is not looked at all the time
 _EXAMPLES: Final = 3
 
 
@@ -49,18 +49,28 @@ class Indexer:
         on_report: Callable[[Report], None] = _ignore,
         on_trouble: Callable[[str], None] = _ignore,
     ) -> None:
-        self._root = str(_existing(folder))
+        self._root = str(real_folder(folder))
         self._app = make_app(dsn, schema=schema, listen_dsn=listen_dsn)
         self._app.events.subscribe(self._observe)
         self._on_report = on_report
         self._on_trouble = on_trouble
         self._round = Round()
         self._seen: dict[str, Stamp | None] = {}
-        self._scope = anyio.CancelScope()
+        self._scope: anyio.CancelScope | None = None
+        self._stopped = False
+        self._told = False
+        self._listing_seconds = 0.0
+
+    @property
+    def folder(self) -> str:
+        """The folder's real path."""
+        return self._root
 
     def stop(self) -> None:
         """Let run() come to its end soon: jobs that have not ended wait for the next run."""
-        self._scope.cancel()
+        self._stopped = True
+        if self._scope is not None:
+            self._scope.cancel()
 
     def progress(self) -> Progress:
         """How far the current round is."""
@@ -69,8 +79,8 @@ class Indexer:
     async def run(self, *, watch: bool = False) -> None:
         """Do one round, and with `watch` more of them until stop() or a cancellation.
 
-        Migrates and makes its tables first. Raises ConfigError, SchemaError, DatabaseUnavailable, psycopg.Error; when it
-        is watching, a database that is away for a while is only a trouble.
+        Migrates and makes its tables first. Raises ConfigError, SchemaError, DatabaseUnavailable, psycopg.Error. After
+        the first round, a database that is away is only a trouble.
         """
         settings = self._app.settings
         folder = await anyio.to_thread.run_sync(prepare, settings.dsn, settings.tables, to_text(self._root))
@@ -89,24 +99,25 @@ class Indexer:
     # --- rounds -----------------------------------------------------------------------------------------------------
 
     async def _rounds(self, *, watch: bool) -> None:
-        with self._scope:
-            await self._first_round()
-            if watch:
+        with anyio.CancelScope() as self._scope:
+            if not self._stopped:
+                await self._first_round()
+            if watch and not self._stopped:
                 await self._watch()
-        if self._scope.cancelled_caught and not watch:
+        if not self._told:
             self._on_report(self._report([], interrupted=True))
 
     async def _first_round(self) -> None:
         async with await self._store.connect(self._app.settings.dsn) as conn:
             self._seen = {from_text(path): None for path in await self._store.paths(conn)}
-            listing = await anyio.to_thread.run_sync(list_files, self._root)
+            listing = await self._list()
             await self._forget(conn, await self._store.failed_for_now(conn, LASTING), documents=False)
             await self._bring_up_to_date(conn, listing)
 
     async def _watch(self) -> None:
         trouble = ""
         while True:
-            await anyio.sleep(_LOOK_EVERY_SECONDS)
+            await anyio.sleep(max(_LOOK_EVERY_SECONDS, _REST * self._listing_seconds))
             try:
                 await self._next_round()
             except (psycopg.OperationalError, OSError) as error:
@@ -118,10 +129,16 @@ class Indexer:
 
     async def _next_round(self) -> None:
         """Nothing at all is done, and no connection made, unless a file seems to have changed."""
-        listing = await anyio.to_thread.run_sync(list_files, self._root)
+        listing = await self._list()
         if self._suspects(listing) or self._gone(listing):
             async with await self._store.connect(self._app.settings.dsn) as conn:
                 await self._bring_up_to_date(conn, listing)
+
+    async def _list(self) -> Listing:
+        began = time.monotonic()
+        listing = await anyio.to_thread.run_sync(list_files, self._root)
+        self._listing_seconds = time.monotonic() - began
+        return listing
 
     def _suspects(self, listing: Listing) -> list[str]:
         return [path for path, stamp in listing.files.items() if self._seen.get(path) != stamp]
@@ -130,18 +147,21 @@ class Indexer:
         return [path for path in self._seen if path not in listing.files and not listing.may_hold(path)]
 
     async def _bring_up_to_date(self, conn: AsyncConnection, listing: Listing) -> None:
-        """One round. What has been seen is noted after its commit only, so that a round that fails leaves it to the next."""
+        """One round. What has been seen is noted after its commit: a round that fails leaves it to the next."""
+        self._told = False
         this = self._round = Round(files=len(listing.files), closed=listing.closed)
         gone = self._gone(listing)
         await self._forget(conn, [self._store.key(to_text(path)) for path in gone], documents=True)
-        this.gone = len(gone)
+        this.forgotten(gone)
         for path in gone:
             del self._seen[path]
         suspects = self._suspects(listing)
         this.looked_at = len(suspects)
         await self._enqueue(conn, {path: listing.files[path] for path in suspects})
         await self._settle(conn)
-        self._on_report(self._report(await self._store.failures(conn, examples=_EXAMPLES), interrupted=False))
+        failures = await self._store.failures(conn, examples=_EXAMPLES)
+        self._told = True
+        self._on_report(self._report(failures, interrupted=False))
 
     # --- steps ------------------------------------------------------------------------------------------------------
 
@@ -210,20 +230,11 @@ class Indexer:
             waiting=len(this.outstanding),
             seconds=time.monotonic() - this.began,
             jobs_per_second=this.jobs_per_second,
+            picked_up=this.picked_up,
             pickup_p50=this.pickup(0.5),
             pickup_p99=this.pickup(0.99),
             interrupted=interrupted,
         )
-
-
-def _existing(folder: Path) -> Path:
-    try:
-        found = folder.resolve(strict=True)
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(f"there is no folder {folder}: name one that is there") from error
-    if not found.is_dir():
-        raise ConfigError(f"{folder} is not a folder: name the one that holds it")
-    return found
 
 
 def _chunks(items: Sequence[str]) -> Iterator[Sequence[str]]:
@@ -234,4 +245,4 @@ def _chunks(items: Sequence[str]) -> Iterator[Sequence[str]]:
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error of a task group in which one task failed and took the others with it."""
     first = errors.exceptions[0]
-    return _first(first) if isinstance(first, BaseExceptionGroup) else first
+    return _first(cast("BaseExceptionGroup[BaseException]", first)) if isinstance(first, BaseExceptionGroup) else first

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import Final, LiteralString, NamedTuple
+from typing import Final, LiteralString, NamedTuple, cast
 
 import psycopg
 from psycopg import IsolationLevel, sql
@@ -55,7 +54,8 @@ _PATHS: Final = "select path from pgworker_demo.documents where folder = %(folde
 _WRITE: Final = """
 insert into pgworker_demo.documents as d (key, folder, path, revision, size)
 select f.key, %(folder)s, f.path, f.revision, f.size
-from unnest(%(keys)s::text[], %(paths)s::text[], %(revisions)s::text[], %(sizes)s::bigint[]) as f(key, path, revision, size)
+from unnest(%(keys)s::text[], %(paths)s::text[], %(revisions)s::text[], %(sizes)s::bigint[])
+     as f(key, path, revision, size)
 where not exists (select from pgworker_demo.documents d where d.key = f.key and d.revision = f.revision)
 order by f.key collate "C"
 on conflict (key) do update set revision = excluded.revision, size = excluded.size"""
@@ -73,10 +73,11 @@ delete from {results} where kind = %(kind)s and key = any(%(keys)s)"""
 
 _FAILED: Final = """
 select j.key from pgworker_demo.documents d join {jobs} j on j.kind = %(kind)s and j.key = d.key
-where d.folder = %(folder)s and j.state in ('failed', 'cancelled') and not j.last_code = any(%(lasting)s)"""
+where d.folder = %(folder)s and j.state in ('failed', 'cancelled')
+  and not coalesce(j.last_code, '') = any(%(lasting)s)"""
 _WAITING: Final = "select key from {jobs} where kind = %(kind)s and state = 'pending' and key = any(%(keys)s)"
 _FAILURES: Final = """
-select coalesce(j.last_code, j.state), count(*)::int, (array_agg(d.path order by d.path))[1:%(examples)s::int]
+select coalesce(j.last_code, j.state), count(*), (array_agg(d.path order by d.path))[1:%(examples)s::int]
 from pgworker_demo.documents d join {jobs} j on j.kind = %(kind)s and j.key = d.key
 where d.folder = %(folder)s and j.state in ('failed', 'cancelled')
 group by 1 order by 2 desc, 1"""
@@ -88,12 +89,6 @@ class Seen(NamedTuple):
     path: str
     revision: str
     size: int
-
-
-def default_folder() -> Path:
-    """The source tree that this package is run from; else, as from a wheel, the current folder."""
-    tree = Path(__file__).resolve().parents[2]
-    return tree if (tree / "pyproject.toml").is_file() and (tree / "migrations").is_dir() else Path.cwd()
 
 
 def key_of(folder: int, path: str) -> str:
@@ -122,7 +117,7 @@ class Store:
 
     def __init__(self, tables: TableMap, folder: int) -> None:
         self._folder = folder
-        self._names = {name: sql.SQL(tables.qualified(name)) for name in ("jobs", "results")}  # type: ignore[arg-type]
+        self._names = {name: sql.Identifier(tables.schema, name) for name in ("jobs", "results")}
 
     async def connect(self, dsn: str) -> AsyncConnection:
         """A connection to be closed by the caller; transactions on it are READ COMMITTED whatever the default is."""
@@ -167,7 +162,7 @@ class Store:
         await conn.execute(self._sql(_FORGET_JOBS), {"kind": KIND, "keys": list(keys)})
 
     async def failed_for_now(self, conn: AsyncConnection, lasting: Iterable[str]) -> list[str]:
-        """The keys of jobs that ended without success, but for those whose code says that it would be the same again."""
+        """The keys of jobs that ended without success, but for those with a code that says it would be so again."""
         given = {"kind": KIND, "folder": self._folder, "lasting": list(lasting)}
         return [str(key) for (key,) in await (await conn.execute(self._sql(_FAILED), given)).fetchall()]
 
@@ -180,7 +175,7 @@ class Store:
         """What stands as failed, by code, the most frequent first."""
         given = {"kind": KIND, "folder": self._folder, "examples": examples}
         rows = await (await conn.execute(self._sql(_FAILURES), given)).fetchall()
-        return [Failures(*row) for row in rows]  # type: ignore[arg-type]
+        return [Failures(str(code), cast("int", files), cast("list[str]", paths)) for code, files, paths in rows]
 
     def _sql(self, text: LiteralString) -> sql.Composed:
         return sql.SQL(text).format(**self._names)

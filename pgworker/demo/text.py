@@ -21,7 +21,7 @@ _BINARY_SHARE: Final = 0.02
 
 
 class Indexed(dict[str, int]):
-    """A file's statistics, which become its job's result. `words` go with them to the app's own write, and no further."""
+    """A file's statistics, which become its job's result. `words` go along to the app's own write, and no further."""
 
     __slots__ = ("words",)
 
@@ -76,8 +76,8 @@ def words_of(text: str) -> str:
 # --- for ts_headline ------------------------------------------------------------------------------------------------
 
 MARK_ON, MARK_OFF = "\x02", "\x03"
-# Characters that Postgres' parser joins words by (app.enqueue a host, a/b a file, <b> a tag), each with a stand-in that it
-# takes for a gap. Control characters stand in for them, so a text's own are blanked first: it cannot forge a mark.
+# Characters that Postgres' parser joins words by (app.enqueue a host, a/b a file, <b> a tag), each with a stand-in that
+# it takes for a gap. These are control characters, so a text's own are blanked first: it cannot forge a mark.
 _JOINING: Final = "./@:-_<&~+"
 _STAND_INS: Final = "\x0e\x0f\x10\x11\x12\x13\x14\x15\x16\x17"
 _BLANKED: Final = dict.fromkeys({*range(0x20), *range(0x7F, 0xA0)} - {ord("\n")}, ord(" "))

@@ -66,6 +66,7 @@ def prepare_home(home: Path, account: Account) -> None:
     Raises ConfigError when it is somebody else's, holds something else, or is out of the server's reach.
     """
     if account.switch:
+        _check_reach(home, account)
         make_folders(home.parent)
     home.mkdir(mode=0o700, parents=True, exist_ok=True)
     empty = not any(home.iterdir())  # asked first: another process may be adopting it, and makes its mark last
@@ -78,9 +79,14 @@ def prepare_home(home: Path, account: Account) -> None:
         raise ConfigError(f"{home} is not empty and was not made by pgworker: choose another data_dir")
     _own(home, account, 0o710 if account.switch else 0o700)
     os.close(open_lock(home / MARK))
-    if account.switch and not account.can_enter(home):
+
+
+def _check_reach(home: Path, account: Account) -> None:
+    """Refuse a place out of the server's reach before anything is made there."""
+    above = next(folder for folder in home.parents if folder.is_dir())
+    if not account.can_enter(above):
         raise ConfigError(
-            f"the server's user {account.name!r} cannot enter {home}, since a folder above is closed to it: "
+            f"the server's user {account.name!r} cannot enter {above}, which is closed to it: "
             f"choose a data_dir elsewhere, such as {SYSTEM_CACHE / home.name}"
         )
 

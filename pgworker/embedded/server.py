@@ -30,6 +30,7 @@ _REMEDIES = (  # the first that fits
     ("No space left on device", "the disk is full: make room (a new folder takes about 60 MB) and start again"),
     ("could not bind", "the TCP port was taken meanwhile: start again"),
     ("parameter", "mend settings= and start again"),
+    ("Permission denied", "choose a data_dir where this user may write"),
 )
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import Sequence
 
 from pgworker.executors.results import raised, returned
 from pgworker.job import Job
 from pgworker.kind import Kind
-from pgworker.outcome import Result
+from pgworker.outcome import Released, Result
 
 
 class InlineExecutor:
@@ -24,6 +25,9 @@ class InlineExecutor:
             if task is not None and task.cancelling():
                 raise
             return raised(kind, error, len(jobs))  # the handler's own doing, nobody cancelled this task
+        except KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)  # a Ctrl-C speaks to the process, whatever it struck: the worker stops
+            return [Released()] * len(jobs)
         except BaseException as error:  # noqa: BLE001 - handlers may raise anything, SystemExit included
             return raised(kind, error, len(jobs))
         return returned(kind, answer, len(jobs))

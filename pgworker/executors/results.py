@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from typing import cast
 
-from pgworker.errors import PayloadError
+from pgworker.errors import ConfigError, PayloadError
 from pgworker.kind import Kind
 from pgworker.outcome import (
     HANDLER_FAILED,
@@ -24,6 +24,7 @@ from pgworker.outcome import (
     Retry,
     Returned,
 )
+from pgworker.payload import codec_for
 
 _log = logging.getLogger("pgworker")
 _INSTRUCTIONS = (Retry, Permanent, Park, Pause, Cancel)
@@ -50,10 +51,13 @@ def _one(kind: Kind, answer: object) -> Result:
     if answer is None:
         return Returned(None, None)
     try:
-        return Returned(kind.result.encode(answer), answer)
+        codec = kind.result if kind.result is not None else codec_for(type(answer))
+        return Returned(codec.encode(answer), answer)
     except PayloadError as error:
         _log.warning("result rejected kind=%s path=%s reason=%s", kind.name, error.path, error.reason)
-        return Failed(RESULT_REJECTED, type(answer).__name__)
+    except ConfigError:
+        _log.warning("result rejected kind=%s: JSON cannot carry a %s", kind.name, type(answer).__name__)
+    return Failed(RESULT_REJECTED, type(answer).__name__)
 
 
 def raised(kind: Kind, error: BaseException, count: int) -> Sequence[Result]:

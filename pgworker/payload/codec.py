@@ -96,10 +96,8 @@ class Codec:
 
     def _fault(self, value: object, data: bytes) -> Fault | None:
         if len(data) > self._limit:
-            return (
-                "",
-                f"takes {len(data)} bytes of JSON, over the limit of {self._limit}: store it, and send a reference",
-            )
+            reason = f"takes {len(data)} bytes of JSON, over the limit of {self._limit}: store it and send a reference"
+            return "", reason
         if b"\\u0000" in data and _NUL.search(data):
             return "", HAS_NUL
         return lost(value, self._decoder.decode(data), 0)

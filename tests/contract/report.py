@@ -6,7 +6,7 @@ import tomllib
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple, cast
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -63,11 +63,12 @@ class Catalogue:
 def _read(path: Path) -> dict[Promise, str]:
     tables = {table for table, _ in MARKERS.values()}
     found: dict[Promise, str] = {}
-    for table, entries in tomllib.loads(path.read_text(encoding="utf-8")).items():
+    content: dict[str, object] = tomllib.loads(path.read_text(encoding="utf-8"))
+    for table, entries in content.items():
         if table not in tables or not isinstance(entries, dict):
             msg = f"{path}: no such table: [{table}]"
             raise CatalogueError(msg)
-        for id_, text in entries.items():
+        for id_, text in cast("dict[str, object]", entries).items():
             if not isinstance(text, str) or not text.strip() or "\n" in text:
                 msg = f"{path}: [{table}] {id_}: one line of text is wanted"
                 raise CatalogueError(msg)

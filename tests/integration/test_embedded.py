@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pwd
 import shutil
 import signal
 import stat
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
 
 import psycopg
 import pytest
@@ -53,7 +55,7 @@ server.stop()
 @contextmanager
 def scratch() -> Iterator[Path]:
     """A folder that the server's user can enter: pytest's own is closed to everyone but root."""
-    made = Path(tempfile.mkdtemp(prefix="pgworker-test-", dir="/tmp"))  # noqa: S108 - short, and open above
+    made = Path(tempfile.mkdtemp(prefix="pgworker-test-", dir="/tmp"))
     made.chmod(0o711)
     try:
         yield made
@@ -67,7 +69,8 @@ def folder() -> Iterator[Path]:
     with scratch() as made:
         yield made
         for path in made.iterdir():
-            eventually(lambda path=path: not home.is_supervised(path) if (path / home.MARK).exists() else True)
+            if (path / home.MARK).exists():
+                wait_for_the_end(path)
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +86,11 @@ def made_once() -> Iterator[Path]:
 def data_dir(made_once: Path) -> Iterator[Path]:
     """The folder made once; each test leaves it stopped."""
     yield made_once
-    eventually(lambda: not home.is_supervised(made_once))
+    wait_for_the_end(made_once)
+
+
+def wait_for_the_end(path: Path) -> None:
+    eventually(lambda: not home.is_supervised(path))
 
 
 def eventually(true: Callable[[], bool], *, within: float = 15.0) -> None:
@@ -99,6 +106,13 @@ def ask(dsn: str, query: str = "select 'up'") -> str:
         row = connection.execute(query.encode()).fetchone()
     assert row is not None
     return str(row[0])
+
+
+def answers(dsn: str) -> bool:
+    try:
+        return ask(dsn) == "up"
+    except psycopg.OperationalError:
+        return False
 
 
 def tell(dsn: str, statement: str) -> None:
@@ -140,6 +154,13 @@ def wheel_folder() -> Path:
     return Path(next(iter(spec.submodule_search_locations)))
 
 
+def link_or_copy(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
 class OtherProcess:
     """An owner in a process of its own."""
 
@@ -160,7 +181,7 @@ class OtherProcess:
         self.process.kill()
         self.process.wait()
 
-    def __enter__(self) -> OtherProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_error: object) -> None:
@@ -214,13 +235,14 @@ def test_the_default_folder_is_a_cache(monkeypatch: pytest.MonkeyPatch, tmp_path
 # --- what is private, what is safe ------------------------------------------------------------------------------------
 
 
+@pytest.mark.ruling("2.32")
 def test_data_is_private_and_nothing_outside_changes(folder: Path) -> None:
     installed = wheel_folder()
     before = permissions(folder) + permissions(installed / "pginstall" / "bin" / "postgres")
     data_dir = folder / "pg"
     with EmbeddedPostgres(data_dir, fsync=False) as server:
         assert ask(server.dsn) == "up"
-        account = server_account()
+        account = server_account(data_dir / "data")
         assert _mode_and_owner(data_dir / "data")[:2] == (0o700, account.uid)
         assert _mode_and_owner(data_dir / "run")[:2] == (0o700, account.uid)
         assert _mode_and_owner(data_dir / "pgpass")[:2] == (0o600, os.geteuid())
@@ -261,9 +283,10 @@ def test_durable_unless_asked_otherwise_and_the_callers_settings_win(data_dir: P
         assert ask(server.dsn, "select datcollate from pg_database where datname = 'postgres'") in {"C", "C.UTF-8"}
 
 
-def test_a_long_odd_path_gets_a_short_private_socket_folder(folder: Path) -> None:
-    data_dir = folder / ("it's a \\ long, odd home " + "x" * 100)
-    with EmbeddedPostgres(data_dir, fsync=False) as server:
+def test_a_moved_folder_with_a_long_odd_path_gets_a_short_private_socket_folder(data_dir: Path, folder: Path) -> None:
+    moved = folder / ("it's a \\ long, odd home " + "x" * 100)
+    subprocess.run(["cp", "-a", str(data_dir), str(moved)], check=True)
+    with EmbeddedPostgres(moved, fsync=False) as server:
         assert ask(server.dsn) == "up"
         socket_dir = Path(str(conninfo_to_dict(server.dsn)["host"]))
         assert _mode_and_owner(socket_dir)[0] == 0o700
@@ -276,9 +299,26 @@ def test_a_long_odd_path_gets_a_short_private_socket_folder(folder: Path) -> Non
 @needs_linux
 def test_a_killed_server_comes_back_under_the_same_dsn(data_dir: Path) -> None:
     with EmbeddedPostgres(data_dir, fsync=False) as server:
+        before = postmaster_pid(data_dir)
+        kill(before)
+        eventually(lambda: answers(server.dsn))
+        assert postmaster_pid(data_dir) != before
+
+
+@needs_linux
+def test_start_right_after_the_server_was_killed_waits_for_the_new_one(data_dir: Path) -> None:
+    with EmbeddedPostgres(data_dir, fsync=False) as server:
         kill(postmaster_pid(data_dir))
         assert server.start() == server.dsn
         assert ask(server.dsn) == "up"
+
+
+@needs_linux
+def test_a_zombie_is_not_alive() -> None:
+    with subprocess.Popen(["true"]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not supervisor.is_alive(child.pid)
+    assert supervisor.is_alive(os.getpid())
 
 
 @needs_linux
@@ -327,7 +367,7 @@ def test_both_killed_leave_a_pid_file_that_does_not_matter(data_dir: Path) -> No
 
 @needs_linux
 def test_a_pid_file_that_names_a_living_stranger_does_not_matter(data_dir: Path) -> None:
-    account = server_account()
+    account = server_account(data_dir / "data")
     with (
         EmbeddedPostgres(data_dir, fsync=False) as server,
         subprocess.Popen(["sleep", "60"], user=account.user, group=account.group, cwd="/") as stranger,
@@ -361,7 +401,7 @@ def test_the_server_ends_with_its_killed_owner_and_starts_again_at_once(data_dir
 def test_an_initdb_that_was_killed_half_way_is_done_again(folder: Path) -> None:
     data_dir = folder / "pg"
     with OtherProcess(data_dir) as owner:
-        eventually(lambda: bool(list(data_dir.glob("initdb-*/PG_VERSION"))))
+        eventually(lambda: bool(list(data_dir.glob("initdb-*/data/PG_VERSION"))))
         victims = processes_that_name(data_dir, "supervisor.py")
         kill(*victims)
         owner.kill()
@@ -548,19 +588,20 @@ def test_a_setting_postgres_does_not_know_ends_with_its_own_words(data_dir: Path
     ) as refused:
         server.start()
     one_line(refused.value)
-    eventually(lambda: not home.is_supervised(data_dir))
+    wait_for_the_end(data_dir)
 
 
 def test_a_start_that_takes_too_long_is_given_up_and_leaves_nothing(folder: Path) -> None:
     data_dir = folder / "pg"
     with pytest.raises(PgworkerError, match="larger start_timeout"):
         EmbeddedPostgres(data_dir, fsync=False, start_timeout=0.2).start()
-    eventually(lambda: not home.is_supervised(data_dir))
+    wait_for_the_end(data_dir)
 
 
-# --- as root, and not as root -------------------------------------------------------------------------------------------
+# --- as root, and not as root ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.ruling("2.32")
 @needs_root
 def test_a_folder_out_of_the_servers_reach_is_refused_and_stays_closed(folder: Path) -> None:
     closed = folder / "closed"
@@ -568,23 +609,25 @@ def test_a_folder_out_of_the_servers_reach_is_refused_and_stays_closed(folder: P
     with pytest.raises(ConfigError, match="cannot enter"):
         EmbeddedPostgres(closed / "pg").start()
     assert _mode_and_owner(closed) == (0o700, 0, 0)
+    assert list(closed.iterdir()) == []
 
 
+@pytest.mark.ruling("2.32")
 @needs_root
 def test_binaries_out_of_the_servers_reach_are_copied_and_stay_closed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     closed = folder / "closed"
     closed.mkdir(mode=0o700)
     installed = wheel_folder()
     for part in (installed, installed.with_name(installed.name + ".libs")):
-        shutil.copytree(part, closed / part.name, symlinks=True)
+        shutil.copytree(part, closed / part.name, symlinks=True, copy_function=link_or_copy)
     monkeypatch.setattr(binaries, "SYSTEM_CACHE", folder / "cache")
     bin_dir = closed / installed.name / "pginstall" / "bin"
-    with EmbeddedPostgres(folder / "pg", bin_dir=bin_dir, fsync=False) as server:
+    with EmbeddedPostgres(data_dir, bin_dir=bin_dir, fsync=False) as server:
         assert ask(server.dsn) == "up"
     assert len(list((folder / "cache" / "binaries").iterdir())) == 1
-    with EmbeddedPostgres(folder / "pg", bin_dir=bin_dir, fsync=False) as server:
+    with EmbeddedPostgres(data_dir, bin_dir=bin_dir, fsync=False) as server:
         assert ask(server.dsn) == "up"
     assert len(list((folder / "cache" / "binaries").iterdir())) == 1
     assert _mode_and_owner(closed) == (0o700, 0, 0)
@@ -603,7 +646,7 @@ def test_a_full_disk_is_told_with_a_remedy_and_ends_with_the_servers_words(folde
         with pytest.raises(PgworkerError, match=r"the disk is full: make room .*No space left on device$") as refused:
             EmbeddedPostgres(small / "pg").start()
         one_line(refused.value)
-        eventually(lambda: not home.is_supervised(small / "pg"))
+        wait_for_the_end(small / "pg")
     finally:
         subprocess.run(["umount", str(small)], check=True)
 
@@ -641,14 +684,31 @@ for _ in range(2):
     )  # fmt: skip
     assert done.stdout.split()[::2] == ["up", "up"], done.stderr
     assert not home.is_supervised(folder / "theirs" / "pg")
+    before = permissions(folder / "theirs" / "pg" / "data")
     with pytest.raises(ConfigError, match="belongs to another user"):
-        _start_as_root_over(folder / "theirs" / "pg")
+        EmbeddedPostgres(folder / "theirs" / "pg", fsync=False).start()
+    assert permissions(folder / "theirs" / "pg" / "data") == before
 
 
-def _start_as_root_over(data_dir: Path) -> None:
-    """`nobody` may be the very user that root would take; a third one is somebody else's for sure."""
-    shutil.chown(data_dir, 12345)
-    EmbeddedPostgres(data_dir, fsync=False).start()
+@pytest.mark.ruling("2.32")
+@needs_root
+def test_root_takes_postgres_else_nobody_but_keeps_to_the_user_who_has_the_data(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = {"nobody": pwd.getpwnam("nobody")}
+    monkeypatch.setattr(pwd, "getpwnam", known.__getitem__)
+    data_dir = folder / "pg"
+    data_dir.mkdir()
+    os.chown(data_dir, known["nobody"].pw_uid, -1)  # an empty folder of the server's user is fine, and adopted
+    with EmbeddedPostgres(data_dir, fsync=False) as server:
+        assert ask(server.dsn) == "up"
+    monkeypatch.undo()  # now there may be a user postgres, as when a package manager has made one
+    with EmbeddedPostgres(data_dir, fsync=False) as server:
+        assert ask(server.dsn) == "up"
+    assert _mode_and_owner(data_dir / "data")[1] == known["nobody"].pw_uid
+    monkeypatch.setattr(pwd, "getpwnam", dict[str, object]().__getitem__)
+    with pytest.raises(ConfigError, match="run as a plain user"):
+        server_account(folder / "no data")
 
 
 # --- the log --------------------------------------------------------------------------------------------------------

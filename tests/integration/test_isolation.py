@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import uuid
 from typing import TYPE_CHECKING
 
 import psycopg
@@ -10,8 +12,9 @@ import pytest
 from psycopg import errors
 
 if TYPE_CHECKING:
+    from pgworker import App
     from pgworker.tablemap import TableMap
-    from tests.databases import Connection, MakeDsn
+    from tests.databases import Connection, MakeDsn, WorkerDatabase
 
 HOSTILE = os.environ.get("PGWORKER_TEST_HOSTILE") == "1"
 hostile_only = pytest.mark.skipif(not HOSTILE, reason="PGWORKER_TEST_HOSTILE=1 is not set")
@@ -79,7 +82,9 @@ def test_fsync_is_off_and_many_may_connect(admin: Connection) -> None:
 def test_hostile_sessions_own_nothing_and_default_to_serializable(dsn: str, tables: TableMap) -> None:
     with psycopg.connect(dsn, autocommit=True) as connection:
         assert connection.execute("show transaction_isolation").fetchone() == ("serializable",)
-        assert connection.execute("select count(*) from pg_class where relowner = current_user::regrole").fetchone() == (0,)
+        assert connection.execute(
+            "select count(*) from pg_class where relowner = current_user::regrole"
+        ).fetchone() == (0,)
         with pytest.raises(errors.InsufficientPrivilege):
             connection.execute("select from jobs")
         with pytest.raises(errors.RaiseException, match="look-alike"):
@@ -94,13 +99,78 @@ def test_hostile_partitions_have_equal_ctids(admin: Connection, tables: TableMap
     admin.execute(f"truncate {tables.qualified('jobs')}".encode())  # rows of earlier tests may still take up room
     for kind in ("mail", "index", "elsewhere"):
         put(admin, tables, kind, "same")
-    found = admin.execute(f"select kind, ctid, tableoid::regclass::text from {tables.qualified('jobs')}".encode()).fetchall()
+    found = admin.execute(
+        f"select kind, ctid, tableoid::regclass::text from {tables.qualified('jobs')}".encode()
+    ).fetchall()
     assert len({ctid for _, ctid, _ in found}) == 1
     assert len({partition for *_, partition in found}) == 3
     assert admin.execute("select count(*) from pgworker.job_states").fetchone() == (3,)
+
+
+def test_a_session_of_ours_that_stays_in_a_transaction_is_found_and_ended(
+    dsn: str, worker_database: WorkerDatabase, admin: Connection
+) -> None:
+    with (
+        psycopg.connect(dsn, application_name="someone else") as other,
+        contextlib.closing(psycopg.connect(dsn, application_name="pgworker claimer")) as ours,
+    ):
+        other.execute("select 1")
+        ours.execute("select 2")
+        pid = ours.info.backend_pid
+        (description,) = worker_database.end_idle_transactions()
+        assert description == f"pgworker claimer (pid {pid}) after 'select 2'"
+        assert worker_database.end_idle_transactions() == []
+        assert admin.execute("select count(*) from pg_stat_activity where pid = %s", [pid]).fetchone() == (0,)
+
+
+def test_such_a_session_fails_the_test_that_left_it(
+    server_dsn: str, pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+    monkeypatch.setenv("PYTEST_XDIST_TESTRUNUID", uuid.uuid4().hex)  # or it would take our own database
+    monkeypatch.setenv("PGWORKER_TEST_SERVER", "dsn")
+    monkeypatch.setenv("PGWORKER_TEST_DSN", server_dsn)
+    pytester.makeconftest('pytest_plugins = ["tests.plugins.database", "tests.plugins.server"]')
+    pytester.makepyfile(
+        """
+        import psycopg
+
+        LEFT = []
+
+        def leave(dsn):
+            LEFT.append(psycopg.connect(dsn, application_name="pgworker"))
+            LEFT[-1].execute("select 1")
+
+        def test_leaves_one_in_the_database(dsn):
+            leave(dsn)
+
+        def test_leaves_one_in_a_scratch_database(make_dsn):
+            leave(make_dsn())
+
+        def test_leaves_none(dsn, make_dsn):
+            with psycopg.connect(make_dsn(), application_name="pgworker") as connection:
+                connection.execute("select 1")
+            for connection in LEFT:
+                connection.close()
+        """
+    )
+    result = pytester.runpytest()
+    result.assert_outcomes(passed=3, errors=2)
+    result.stdout.fnmatch_lines(["*sessions of ours left idle in transaction: pgworker (pid *) after 'select 1'"] * 2)
 
 
 async def test_async_tests_run_without_a_mark(dsn: str) -> None:
     async with await psycopg.AsyncConnection.connect(dsn) as connection:
         cursor = await connection.execute("select 1")
         assert await cursor.fetchone() == (1,)
+
+
+async def test_an_app_is_ready_for_async_tests(app: App) -> None:
+    app.declare("mail")
+    assert (await app.enqueue("mail", {"n": 1})).created
+
+
+def test_an_app_is_ready_for_sync_tests(app: App, admin: Connection, tables: TableMap) -> None:
+    app.declare("mail")
+    assert app.sync.enqueue("mail", {"n": 1}).created
+    assert count(admin, tables) == 1

@@ -260,6 +260,13 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     ]
 
 
+def kill_connection_of(listener: Watched, admin: psycopg.Connection[TupleRow]) -> None:
+    admin.execute(
+        "select pg_terminate_backend(pid) from pg_stat_activity where application_name = %s",
+        (listener.application_name,),
+    )
+
+
 def connections_of(listener: Watched, admin: psycopg.Connection[TupleRow]) -> int:
     row = admin.execute(
         "select count(*) from pg_stat_activity where application_name = %s", (listener.application_name,)
@@ -352,11 +359,7 @@ async def test_a_killed_listener_listens_again_pokes_and_wakes(
     with caplog.at_level(logging.INFO, logger="pgworker"):
         async with running(listener):
             await listener.proved.reaches(1)
-            admin.execute(
-                "select pg_terminate_backend(pid) from pg_stat_activity where datname = current_database() "
-                "and application_name = %s",
-                (listener.application_name,),
-            )
+            kill_connection_of(listener, admin)
             await listener.lost.reaches(1)
             assert (listener.healthy,) == (False,)
             assert mail.count == 2  # told at once that hints may be missing
@@ -365,8 +368,12 @@ async def test_a_killed_listener_listens_again_pokes_and_wakes(
             assert mail.count == 3  # and poked after LISTEN
             send("r:mail")
             await mail.reaches(4)
-    assert len(warnings_of(caplog)) == 1
-    assert caplog.records[-1].getMessage().startswith("notifications arrive again")
+            assert len(warnings_of(caplog)) == 1
+            assert caplog.records[-1].getMessage().startswith("notifications arrive again")
+            kill_connection_of(listener, admin)
+            await listener.proved.reaches(3)
+    assert len(warnings_of(caplog)) == 2  # another trouble is told anew
+    assert listener.reconnects == 2
 
 
 @pytest.mark.field("L09", "L16")
@@ -534,7 +541,6 @@ async def test_a_standby_is_never_asked_to_listen(
     assert "standby" in warning
 
 
-@pytest.mark.race(6)
 @pytest.mark.parametrize("moment", ["listening", "reconnecting"])
 async def test_a_stop_closes_the_connection_at_once(
     make_listener: MakeListener, open_proxy: Callable[[Proxy], Awaitable[None]], dsn: str, moment: str

@@ -56,22 +56,27 @@ class ContractPlugin:
         self._config = config
         self._tally = tally
         self._faults: list[str] = []
+        self._carriers: list[tuple[pytest.Item, list[Promise]]] = []
 
     @pytest.hookimpl(tryfirst=True)  # before -k and -m: a deselected test carries its promises too, unproved
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Note who carries what, and refuse ids that are unknown or waived."""
-        carriers: Carriers = {}
-        for item in items:
-            promises = list(self._promises_of(item))
-            if promises:
-                carriers[item.nodeid] = [(promise.table, promise.id) for promise in promises]
+        """Look who carries what, and refuse ids that are unknown or waived."""
+        self._carriers = [(item, list(self._promises_of(item))) for item in items]
+        if self._faults:  # raised here under xdist it would look like a crash: run nothing, and tell at the end
+            items.clear()
+
+    def pytest_collection_finish(self) -> None:
+        """Note who carries what, by names that no longer change; an xdist worker leaves it for the controller."""
+        carriers: Carriers = {
+            item.nodeid: [(promise.table, promise.id) for promise in promises]
+            for item, promises in self._carriers
+            if promises
+        }
         self._note(carriers)
         output = _worker_output(self._config)
         if output is not None:
             output[_CARRIERS] = carriers
             output[_FAULTS] = self._faults
-        if self._faults:  # raised here under xdist it would look like a crash: run nothing, and tell at the end
-            items.clear()
 
     def _promises_of(self, item: pytest.Item) -> Iterator[Promise]:
         for name, (table, called) in MARKERS.items():

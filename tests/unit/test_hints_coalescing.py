@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import queue
+import threading
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import TypeAlias, cast
+from typing import cast
 
 import psycopg
 import pytest
@@ -14,7 +16,6 @@ from psycopg import errors
 from pgworker.hints import ASK_BATCH, ASK_FOR_SECONDS, FIRST_ASK_SECONDS, Hints, Outbox
 
 SPACING = 0.010
-_Sent: TypeAlias = "queue.SimpleQueue[list[str]]"
 
 
 def take_all(outbox: Outbox, *, until: float) -> list[tuple[float, list[str]]]:
@@ -161,51 +162,121 @@ def test_a_question_that_cannot_be_answered_is_dropped() -> None:
     assert outbox.next_at() is None
 
 
-class FakeConnection:
-    """Takes hints, or fails as a server does whose notification queue is full."""
+class FakeServer:
+    """Stands in for psycopg's connection; a test reads what the sender's thread did, one thing after the other."""
 
     broken = False
 
-    def __init__(self, full: list[bool], sent: _Sent) -> None:
-        self._full = full
-        self._sent = sent
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._did: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self.errors: list[Exception] = []
+        monkeypatch.setattr(psycopg, "connect", self._connect)
 
-    def execute(self, statement: str, arguments: tuple[str, list[str]]) -> FakeConnection:
-        if self._full:
-            self._full.pop()
-            self._sent.put([])
-            canary = "too many notifications CANARY"
-            raise errors.ProgramLimitExceeded(canary)
-        self._sent.put(arguments[1])
+    def next(self) -> str:
+        return self._did.get(timeout=10)
+
+    def idle(self) -> bool:
+        return self._did.empty()
+
+    def _connect(self, *_args: object, **_kwargs: object) -> psycopg.Connection:
+        self._did.put("connect")
+        return cast("psycopg.Connection", self)
+
+    def execute(self, statement: str, arguments: tuple[object, ...]) -> FakeServer:
+        self._did.put("ask" if "pg_xact_status" in statement else f"send {arguments[1]}")
+        if self.errors:
+            raise self.errors.pop()
         return self
 
     def fetchall(self) -> list[tuple[object, ...]]:
         return []
 
     def close(self) -> None:
-        pass
+        self._did.put("close")
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
+    return FakeServer(monkeypatch)
+
+
+@pytest.fixture
+def hints(server: FakeServer) -> Iterator[Hints]:
+    hints = Hints("", {}, channel="hints")
+    yield hints
+    hints.close(timeout=10)
 
 
 def test_a_full_queue_is_told_once_and_costs_only_hints(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    server: FakeServer, hints: Hints, caplog: pytest.LogCaptureFixture
 ) -> None:
-    full = [True, True]
-    sent: _Sent = queue.SimpleQueue()
-
-    def connect(*_args: object, **_kwargs: object) -> psycopg.Connection:
-        return cast("psycopg.Connection", FakeConnection(full, sent))
-
-    monkeypatch.setattr(psycopg, "connect", connect)
-    hints = Hints("", {}, channel="hints")
+    server.errors = [errors.ProgramLimitExceeded("too many notifications CANARY") for _ in range(2)]
     with caplog.at_level(logging.INFO, logger="pgworker"):
-        for kind in ("one", "two", "three"):
+        for kind in ("one", "two"):
             hints.ready(kind)
-            assert sent.get(timeout=10) == ([] if kind != "three" else ["r:three"])
+            assert [server.next() for _ in range(3)] == ["connect", f"send ['r:{kind}']", "close"]
+        hints.ready("three")
+        assert [server.next() for _ in range(2)] == ["connect", "send ['r:three']"]
         hints.close(timeout=10)
     warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
     assert len(warnings) == 1
     assert "ProgramLimitExceeded 54000" in warnings[0]
     assert "CANARY" not in caplog.text
-    assert [record.getMessage() for record in caplog.records if record.levelno == logging.INFO] == [
-        "hints are sent again"
-    ]
+    assert caplog.records[-1].getMessage() == "hints are sent again"
+
+
+def test_a_server_in_trouble_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
+    monkeypatch.setattr("pgworker.hints._FIRST_PAUSE_SECONDS", 600)
+    hints = Hints("", {}, channel="hints")
+    server.errors = [errors.ProgramLimitExceeded()]
+    hints.ready("one")
+    assert [server.next() for _ in range(3)] == ["connect", "send ['r:one']", "close"]
+    hints.ready("two")
+    hints.close(timeout=10)
+    assert server.idle()
+
+
+def test_a_question_without_an_answer_does_not_hold_up_the_hints(server: FakeServer, hints: Hints) -> None:
+    server.errors = [errors.InvalidParameterValue("transaction ID is in the future")]
+    hints.ready("foreign", transaction="1")
+    assert [server.next() for _ in range(3)] == ["connect", "ask", "close"]
+    hints.ready("mail")
+    assert [server.next() for _ in range(2)] == ["connect", "send ['r:mail']"]
+
+
+def test_an_idle_connection_is_given_back(monkeypatch: pytest.MonkeyPatch, server: FakeServer, hints: Hints) -> None:
+    monkeypatch.setattr("pgworker.hints._IDLE_SECONDS", 0.01)
+    for kind in ("one", "two"):
+        hints.ready(kind)
+        assert [server.next() for _ in range(3)] == ["connect", f"send ['r:{kind}']", "close"]
+
+
+def test_a_thread_that_cannot_be_started_is_the_polls_problem(
+    monkeypatch: pytest.MonkeyPatch, server: FakeServer, hints: Hints, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(_: threading.Thread) -> None:
+        message = "can't start new thread"
+        raise RuntimeError(message)
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.WARNING, logger="pgworker"):
+        patch.setattr(threading.Thread, "start", refuse)
+        hints.ready("one")
+        hints.ready("two")
+    assert len(caplog.records) == 1
+    hints.ready("three")
+    assert [server.next() for _ in range(2)] == ["connect", "send ['r:one', 'r:two', 'r:three']"]
+
+
+def test_a_bug_that_ends_the_thread_does_not_end_the_hints(
+    monkeypatch: pytest.MonkeyPatch, server: FakeServer, hints: Hints
+) -> None:
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+    server.errors = [LookupError()]
+    hints.ready("one")
+    assert [server.next() for _ in range(2)] == ["connect", "send ['r:one']"]
+    for thread in threading.enumerate():
+        if thread.name == "pgworker-hints":
+            thread.join(timeout=10)
+    assert server.next() == "close"
+    hints.ready("two")
+    assert [server.next() for _ in range(2)] == ["connect", "send ['r:two']"]

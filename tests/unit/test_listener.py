@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+
 import anyio
+import psycopg
 import pytest
 
-from pgworker.listener import Listener, Wake
+from pgworker.listener import Listener, Wake, _CannotHearError
 
 
 @pytest.mark.race(7)
@@ -88,6 +92,7 @@ def test_a_payload_wakes_whom_it_concerns_and_an_unknown_one_everybody(payload: 
     listener.subscribe_control("mail", lambda: calls.append("control mail"))
     listener._dispatch(payload)
     assert calls == woken
+    assert not listener.healthy  # none of them is the answer to a probe of its own
 
 
 def test_two_runners_of_a_kind_are_both_woken() -> None:
@@ -97,3 +102,55 @@ def test_two_runners_of_a_kind_are_both_woken() -> None:
     listener.subscribe("mail", lambda: calls.append(2))
     listener._dispatch("r:mail")
     assert calls == [1, 2]
+
+
+class Scripted(Listener):
+    """Its connections come to the ends that the script gives, one after the other."""
+
+    def __init__(self, *ends: Exception | Callable[[Listener], None]) -> None:
+        super().__init__("", {}, channel="hints", probe_interval=30, first_delay=0.1, max_delay=2)
+        self._ends = list(ends)
+
+    async def _session(self) -> None:
+        if not self._ends:
+            raise LookupError  # the script is over
+        end = self._ends.pop(0)
+        if isinstance(end, Exception):
+            raise end
+        end(self)
+        raise psycopg.OperationalError
+
+
+def hear(listener: Listener) -> None:
+    listener._probe = "p:x"
+    listener._dispatch("p:x")
+
+
+async def test_pauses_grow_to_a_bound_and_start_anew_once_it_was_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(round(seconds, 3))
+
+    monkeypatch.setattr(anyio, "sleep", sleep)
+    monkeypatch.setattr(random, "uniform", lambda _, high: high)
+    outage, deaf = [psycopg.OperationalError()], [_CannotHearError()]
+    with pytest.raises(LookupError):
+        await Scripted(*outage * 7, hear, *outage, *deaf * 8, *outage).run()
+    assert pauses[:7] == [0.1, 0.2, 0.4, 0.8, 1.6, 2, 2]
+    assert pauses[7:9] == [0.1, 0.2]
+    assert pauses[9:17] == [0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30]  # a pooler stays one: asked once a probe interval
+    assert pauses[17:] == [2]  # but an outage behind it is over sooner
+
+
+async def test_pauses_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans: list[tuple[float, float]] = []
+
+    def uniform(low: float, high: float) -> float:
+        spans.append((low, high))
+        return 0
+
+    monkeypatch.setattr(random, "uniform", uniform)
+    with pytest.raises(LookupError):
+        await Scripted(psycopg.OperationalError()).run()
+    assert spans == [(0.5, 1.0)]

@@ -1,0 +1,129 @@
+"""Policies are checked when they are made, and presets are plain values."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from pgworker import App, Backoff, ConfigError, Job, Lease, Stop
+from pgworker.policy import PRESETS, covering_ttl, make_policy
+
+SECOND = timedelta(seconds=1)
+
+
+@pytest.mark.contract("A42")
+def test_the_covering_lease_of_content_outlasts_handler_writes_and_clean_up() -> None:
+    content = PRESETS["content"]
+    assert content.lease == Lease(timedelta(seconds=770), None)
+    assert covering_ttl(timedelta(minutes=2), 64) == timedelta(seconds=120 + (2 * 64 + 2) * 5)
+
+
+@pytest.mark.contract("A42")
+def test_a_covering_lease_that_was_not_given_grows_with_timeout_and_batch() -> None:
+    policy = make_policy("content", {"timeout": timedelta(minutes=10), "batch": 100})
+    assert policy.lease.ttl == timedelta(seconds=600 + 202 * 5)
+
+
+@pytest.mark.contract("A43")
+def test_a_covering_lease_too_short_to_cover_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"at least 770 s, got 769 s"):
+        make_policy("content", {"lease": Lease.cover(769 * SECOND)})
+    assert make_policy("content", {"lease": Lease.cover(770 * SECOND)}).lease.ttl == 770 * SECOND
+
+
+@pytest.mark.contract("A43")
+@pytest.mark.parametrize(
+    "options", [{"batch": 2**62}, {"timeout": timedelta.max}, {"timeout": timedelta(days=3649), "batch": 10_000}]
+)
+def test_times_that_cannot_be_added_up_are_refused(options: Any) -> None:
+    with pytest.raises(ConfigError):
+        make_policy("content", options)
+
+
+@pytest.mark.contract("A44")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"concurrency": -1},
+        {"batch": -1},
+        {"window": -SECOND},
+        {"poll": -SECOND},
+        {"timeout": -SECOND},
+        {"max_attempts": -2},
+        {"max_evictions": -2},
+        {"concurrency": 10_001},
+    ],
+)
+def test_limits_that_cannot_work_are_refused(options: Any) -> None:
+    with pytest.raises(ConfigError):
+        make_policy("standard", options)
+
+
+@pytest.mark.contract("A44")
+def test_a_backoff_whose_cap_lies_below_its_base_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        Backoff(base=2 * SECOND, cap=SECOND)
+    with pytest.raises(ConfigError):
+        Backoff(base=timedelta(0))
+
+
+@pytest.mark.contract("A44")
+@pytest.mark.parametrize("kind", ["", " ", "a b", "x" * 64, "ä", "a\0b"])
+def test_a_name_that_cannot_be_a_kind_is_refused(kind: str) -> None:
+    app = App("postgresql://nowhere")
+    with pytest.raises(ValueError, match="kind"):
+
+        @app.kind(kind)
+        async def handler(job: Job[object]) -> None: ...
+
+
+@pytest.mark.contract("A44")
+@pytest.mark.parametrize("preset", PRESETS)
+def test_zero_means_the_default_of_the_preset(preset: str) -> None:
+    zeros: Any = {
+        "concurrency": 0,
+        "batch": 0,
+        "poll": timedelta(0),
+        "timeout": timedelta(0),
+        "max_attempts": 0,
+        "max_evictions": 0,
+    }
+    assert make_policy(preset, zeros) == PRESETS[preset]
+
+
+def test_minus_one_means_no_limit_of_attempts_and_evictions() -> None:
+    policy = make_policy("standard", {"max_attempts": -1, "max_evictions": -1})
+    assert (policy.max_attempts, policy.max_evictions) == (None, None)
+
+
+@pytest.mark.ruling("1.27")
+def test_a_heartbeat_slower_than_a_third_of_the_lease_is_refused() -> None:
+    with pytest.raises(ConfigError, match="a third"):
+        Lease.renew(30 * SECOND, 10.001 * SECOND)
+    assert Lease.renew(30 * SECOND, 10 * SECOND).heartbeat == 10 * SECOND
+    assert Lease.renew(30 * SECOND).heartbeat == 10 * SECOND
+
+
+@pytest.mark.ruling("1.14", "2.1")
+def test_the_default_preset_is_standard() -> None:
+    standard = PRESETS["standard"]
+    assert make_policy("standard", {}) == standard
+    assert (standard.concurrency, standard.max_attempts, standard.max_evictions) == (10, 10, 5)
+    assert standard.lease == Lease(15 * SECOND, 5 * SECOND)
+    assert standard.stop == Stop("drain", 25 * SECOND)
+    assert (standard.poll, standard.timeout) == (SECOND, None)
+    assert (standard.backoff.base, standard.backoff.cap) == (SECOND, timedelta(minutes=10))
+
+
+def test_an_unknown_preset_is_named_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError, match="no preset 'fast'; there are content, dispatch, pool, simple, standard"):
+        make_policy("fast", {})
+
+
+def test_a_policy_that_waits_for_nothing_is_refused() -> None:
+    with pytest.raises(ConfigError):
+        Stop("later")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        Lease.cover(timedelta(0))
