@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -49,12 +50,16 @@ class Ended(NamedTuple):
     err: str
 
 
-def invoke(*words: str, dsn: str | None = None, stdin: str | None = None, width: int | None = None) -> Ended:
+def invoke(*words: str, dsn: str | None = None, stdin: str | bytes | None = None, width: int | None = None) -> Ended:
     """Run a command in this process; whatever it leaves to the interpreter to report is raised."""
-    env = {"PGWORKER_DSN": dsn, "PGWORKER_SCHEMA": None, "PGWORKER_LISTEN_DSN": None}
-    result = CliRunner().invoke(
-        app, list(words), input=stdin, env={**env, "COLUMNS": str(width) if width else None}, catch_exceptions=False
-    )
+    env: dict[str, str | None] = {"PGWORKER_DSN": dsn, "PGWORKER_SCHEMA": None, "PGWORKER_LISTEN_DSN": None}
+    env["COLUMNS"] = str(width) if width else None
+    log = logging.getLogger("pgworker")
+    level = log.level
+    try:
+        result = CliRunner().invoke(app, list(words), input=stdin, env=env, catch_exceptions=False)
+    finally:
+        log.setLevel(level)
     return Ended(result.exit_code, result.stdout, result.stderr)
 
 

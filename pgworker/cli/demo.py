@@ -54,7 +54,7 @@ def demo(
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Index the text files of a folder by jobs, or search what is indexed.
+    """Index a folder of text files by jobs, or search what is indexed.
 
     Each file is a row of the demo's own table and, in the same transaction, a job whose revision is the content's
     hash. A second run finds all unchanged and runs no handler; after an edit exactly one runs. The folder is this

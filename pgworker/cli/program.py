@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from pgworker.cli.demo import register as register_demo
 from pgworker.cli.enqueue import enqueue
 from pgworker.cli.errors import EXIT_CODES
 from pgworker.cli.migrate import migrate
@@ -44,9 +45,4 @@ def _options(
 
 for command in (run, migrate, enqueue, status):
     app.command(epilog=EXIT_CODES)(command)
-try:  # TEMPORARY until demo.py is there
-    from pgworker.cli.demo import register as register_demo
-
-    register_demo(app)
-except ModuleNotFoundError:
-    pass
+register_demo(app)

@@ -128,6 +128,6 @@ def _findings(rows: Sequence[KindRow], runners: Sequence[RunnerRow], asked: Sequ
         finding = f"kind {kind} has no live runner"
         if heard is not None:
             finding += f", the last was heard of {age(heard.silent_seconds)} ago ({heard.runner})"
-        if waiting.get(kind):
-            finding += f"; {waiting[kind]:,} of its jobs wait"
+        if jobs := waiting.get(kind):
+            finding += f"; {jobs:,} of its jobs {'waits' if jobs == 1 else 'wait'}"
         yield finding

@@ -32,12 +32,15 @@ class SourceFile:
     path: str
 
 
-def index_file(jobs: list[Job[SourceFile]]) -> list[Indexed | Permanent | Retry]:
-    """Read files and count their words. A `def`, as reading blocks: it runs in a thread, and its write does, too."""
+def index_file(jobs: list[Job[SourceFile]]) -> list[dict[str, int] | Permanent | Retry]:
+    """Read files and count their words. A `def`, as reading blocks: it runs in a thread, and its write does, too.
+
+    The dicts are `Indexed`: what is stored as a result is the plain part, what `store` gets is the whole.
+    """
     return [_index(job) for job in jobs]
 
 
-def _index(job: Job[SourceFile]) -> Indexed | Permanent | Retry:
+def _index(job: Job[SourceFile]) -> dict[str, int] | Permanent | Retry:
     if job.cancelled:  # nobody will look at what comes of it
         return Retry()
     try:

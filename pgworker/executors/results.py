@@ -24,7 +24,7 @@ from pgworker.outcome import (
     Retry,
     Returned,
 )
-from pgworker.payload import codec_for
+from pgworker.payload import Codec, codec_for
 
 _log = logging.getLogger("pgworker")
 _INSTRUCTIONS = (Retry, Permanent, Park, Pause, Cancel)
@@ -51,13 +51,20 @@ def _one(kind: Kind, answer: object) -> Result:
     if answer is None:
         return Returned(None, None)
     try:
-        codec = kind.result if kind.result is not None else codec_for(type(answer))
-        return Returned(codec.encode(answer), answer)
+        return Returned(_codec(kind, answer).encode(answer), answer)
     except PayloadError as error:
         _log.warning("result rejected kind=%s path=%s reason=%s", kind.name, error.path, error.reason)
+        return Failed(RESULT_REJECTED, type(answer).__name__)
+
+
+def _codec(kind: Kind, answer: object) -> Codec:
+    """For the type that the handler declares, else the value's own, else plain JSON (a subclass of dict or list)."""
+    if kind.result is not None:
+        return kind.result
+    try:
+        return codec_for(type(answer))
     except ConfigError:
-        _log.warning("result rejected kind=%s: JSON cannot carry a %s", kind.name, type(answer).__name__)
-    return Failed(RESULT_REJECTED, type(answer).__name__)
+        return codec_for(object)
 
 
 def raised(kind: Kind, error: BaseException, count: int) -> Sequence[Result]:

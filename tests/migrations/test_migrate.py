@@ -284,6 +284,20 @@ def test_a_starting_worker_and_an_idle_migrate_wait_for_no_lock(migrated: Connec
     migrated.execute("reset lock_timeout")
 
 
+def test_the_script_waits_for_another_migrator(migrated: Connection) -> None:
+    with beside(migrated) as other:
+        other.execute("select pg_advisory_xact_lock(%s)", [lock_key(TABLES)])
+        with migrated.transaction(), pytest.raises(errors.QueryCanceled):
+            migrated.execute("set local statement_timeout = '200ms'")
+            migrated.execute(render(TABLES, SHIPPED).encode())
+
+
+def test_a_migration_that_dies_of_a_deadlock_is_tried_again(migrated: Connection, carry: Callable[..., None]) -> None:
+    carry(another("do $$ begin raise exception using errcode = 'deadlock_detected'; end $$;"))
+    with pytest.raises(SchemaError, match=r"3 times over.*Nobody holds one any more"):
+        migrate(migrated, TABLES, tries=3)
+
+
 def test_another_migrator_at_work_is_waited_for_and_named(empty: Connection) -> None:
     with beside(empty, "other migrator") as other:
         other.execute("select pg_advisory_xact_lock(%s)", [lock_key(TABLES)])
@@ -339,45 +353,91 @@ def test_a_migration_that_fails_leaves_the_ones_before_it(empty: Connection, car
     assert [row[0] for row in recorded(empty)] == [*range(1, NEXT + 1)]
 
 
-@pytest.mark.ruling("1.11", "4.10")
-def test_nothing_depends_on_what_the_database_prefers(make_dsn: MakeDsn, migrated: Connection) -> None:
+LOOK_ALIKES: Final = """
+    create schema evil;
+    create function evil.sprung(text, text) returns bool language plpgsql as $$ begin raise 'sprung'; end $$;
+    create function evil.clock_timestamp() returns timestamptz language sql as 'select null::timestamptz';
+    create operator evil.= (leftarg = text, rightarg = text, function = evil.sprung);
+    create operator evil.<> (leftarg = text, rightarg = text, function = evil.sprung);
+    create table evil.pg_namespace (nspname name);
+    create table evil.pg_class (oid oid, relname name);
+    create type evil.text as enum ('x');
+    create type evil.timestamptz as enum ('x')"""
+UNFIT: Final = {
+    "search_path": "evil, pg_catalog",
+    "default_transaction_isolation": "serializable",
+    "default_transaction_read_only": "on",
+    "standard_conforming_strings": "off",
+    "statement_timeout": "20s",
+    "lock_timeout": "10s",
+}
+FIT: Final = {
+    "search_path": "pg_catalog, pg_temp",
+    "transaction_isolation": "read committed",
+    "standard_conforming_strings": "on",
+    "statement_timeout": "0",
+    "lock_timeout": "20ms",
+}
+
+
+def demand(settings: dict[str, str]) -> Migration:
+    """A migration that fails unless it runs under these settings."""
+    wrong = " or ".join(f"current_setting('{name}') <> '{value}'" for name, value in settings.items())
+    return another(f"do $$ begin if {wrong} then raise 'unfit settings'; end if; end $$;")
+
+
+@pytest.fixture
+def unfit(make_dsn: MakeDsn) -> Iterator[psycopg.Connection]:
+    """A connection to a database whose defaults are bad for migrations."""
     dsn = make_dsn()
     with connect(dsn) as connection:
-        connection.execute("""
-            create schema evil;
-            create function evil.sprung(text, text) returns bool language plpgsql as $$ begin raise 'sprung'; end $$;
-            create function evil.clock_timestamp() returns timestamptz language sql as 'select null::timestamptz';
-            create operator evil.= (leftarg = text, rightarg = text, function = evil.sprung);
-            create operator evil.<> (leftarg = text, rightarg = text, function = evil.sprung);
-            create table evil.pg_namespace (nspname name); create table evil.pg_class (oid oid, relname name);
-            create type evil.text as enum ('x'); create type evil.timestamptz as enum ('x')""")
-        for setting in (
-            "search_path = evil, pg_catalog",
-            "default_transaction_isolation = serializable",
-            "default_transaction_read_only = on",
-            "standard_conforming_strings = off",
-            "statement_timeout = 1",
-            "lock_timeout = 1",
-        ):
-            name = sql.Identifier(connection.info.dbname)
-            connection.execute(sql.SQL("alter database {} set {}").format(name, sql.SQL(setting)))
-    with psycopg.connect(dsn) as hostile:
-        with hostile.transaction():
-            hostile.execute("set local statement_timeout = 0")  # the reads keep to the database's own timeout
-        hostile.execute("set statement_timeout = '10s'")
-        hostile.commit()
-        migrate(hostile, TABLES)
-        check(hostile, TABLES)
-        assert hostile.execute("show search_path").fetchone() == ("evil, pg_catalog",)
-    with connect(dsn) as connection:
-        connection.execute(
-            "set search_path = public; set statement_timeout = 0; set default_transaction_read_only = off"
+        connection.execute(LOOK_ALIKES)
+        for name, value in UNFIT.items():
+            text = f"alter database {connection.info.dbname} set {name} = {value if ',' in value else repr(value)}"
+            connection.execute(text.encode())
+    with psycopg.connect(dsn) as connection:
+        yield connection
+
+
+@pytest.mark.ruling("1.11", "4.10")
+def test_nothing_depends_on_what_the_database_prefers(
+    unfit: psycopg.Connection, migrated: Connection, carry: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    migrate(unfit, TABLES)
+    check(unfit, TABLES)
+    assert unfit.execute("show search_path").fetchone() == ("evil, pg_catalog",)
+    unfit.rollback()
+    with beside(unfit) as reader:
+        reader.execute("set search_path = pg_catalog; set standard_conforming_strings = on")
+        assert catalog.lines(reader) == catalog.lines(migrated)
+
+    carry(fit := demand(FIT))
+    assert migrate(unfit, TABLES, lock_timeout=HASTE, tries=1) == (fit,)
+
+    seen: list[object] = []
+
+    def applied(cursor: apply.Cursor, tables: TableMap) -> tuple[object, ...]:
+        seen.extend(
+            cursor.execute(f"show {name}").fetchone() for name in ("transaction_isolation", "transaction_read_only")
         )
-        assert catalog.lines(connection) == catalog.lines(migrated)
-        connection.execute("drop schema pgworker cascade; set search_path = evil, pg_catalog")
-        connection.execute(render(TABLES, SHIPPED).encode())
-        connection.execute("set search_path = public")
-        assert catalog.lines(connection) == catalog.lines(migrated)
+        return original(cursor, tables)
+
+    original = apply._applied
+    monkeypatch.setattr(apply, "_applied", applied)
+    check(unfit, TABLES)
+    assert seen == [("read committed",), ("on",)]
+
+
+@pytest.mark.ruling("4.10")
+def test_the_script_does_not_depend_on_it_either(unfit: psycopg.Connection, migrated: Connection) -> None:
+    needs = {name: FIT[name] for name in ("search_path", "standard_conforming_strings")}
+    script = render(TABLES, [*SHIPPED, demand({**needs, "lock_timeout": "3s"})])
+    unfit.autocommit = True
+    unfit.read_only = False
+    unfit.execute("set default_transaction_read_only = off")
+    unfit.execute(script.encode())
+    unfit.execute("set search_path = pg_catalog; set standard_conforming_strings = on")
+    assert catalog.lines(unfit) == catalog.lines(migrated)
 
 
 def test_the_callers_connection_may_be_set_up_in_any_way(empty: Connection) -> None:
@@ -537,6 +597,35 @@ def test_what_an_interrupted_index_build_left_is_not_taken_for_an_index(
     migrated.execute("delete from pgworker.jobs")
     assert migrate(migrated, TABLES) == (INDEX,)
     assert index_state(migrated) == (True,)
+
+
+def test_an_index_that_is_not_valid_in_the_end_is_not_recorded(
+    migrated: Connection, carry: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """IF NOT EXISTS was content with the unfinished index of a migrator that died meanwhile."""
+    carry(INDEX)
+    migrated.execute("insert into pgworker.jobs (kind, key, last_code) values ('mail', 'a', 'x'), ('mail', 'b', 'x')")
+    with pytest.raises(errors.UniqueViolation):
+        migrate(migrated, TABLES)
+    monkeypatch.setattr(apply, "_run_alone", lambda *_: None)
+    with pytest.raises(SchemaError, match="2 times over"):
+        migrate(migrated, TABLES, tries=2)
+    assert len(recorded(migrated)) == len(SHIPPED)
+
+
+def test_another_migrator_may_be_faster_with_a_file_outside_a_transaction(
+    migrated: Connection, carry: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def overtaken(*_: object) -> None:
+        monkeypatch.undo()
+        carry(INDEX)
+        with beside(migrated) as other:
+            assert migrate(other, TABLES) == (INDEX,)
+
+    carry(INDEX)
+    monkeypatch.setattr(apply, "_run_alone", overtaken)
+    assert migrate(migrated, TABLES) == ()
+    assert len(recorded(migrated)) == NEXT
 
 
 def test_an_index_build_of_another_migrator_is_waited_for(migrated: Connection, carry: Callable[..., None]) -> None:
