@@ -24,14 +24,15 @@ create table public.audit_log (
     seq bigint generated always as identity primary key, at timestamptz, txid text, op text, id bigint, key text,
     old_generation int, generation int, old_state text, state text, old_token uuid, token uuid,
     old_epoch bigint, epoch bigint, old_expiry timestamptz, expiry timestamptz, old_attempts int, attempts int,
-    old_evictions int, evictions int, finished_at timestamptz, cancel_requested boolean, runner text, code text);
+    old_evictions int, evictions int, finished_at timestamptz, old_cancel_requested boolean, cancel_requested boolean,
+    runner text, code text);
 create function public.audit() returns trigger language plpgsql security definer set search_path = pg_catalog, pg_temp as
 $$ begin
     insert into public.audit_log values (default, clock_timestamp(), pg_current_xact_id()::text, tg_op,
         coalesce(new.id, old.id), coalesce(new.key, old.key), old.generation, new.generation, old.state, new.state,
         old.token, new.token, old.lease_epoch, new.lease_epoch, old.lease_expires_at, new.lease_expires_at,
         old.attempts, new.attempts, old.evictions, new.evictions, new.finished_at,
-        new.cancel_requested_at is not null, new.runner, new.last_code);
+        old.cancel_requested_at is not null, new.cancel_requested_at is not null, new.runner, new.last_code);
     return null;
 end $$;
 create trigger audit after insert or update or delete on pgworker.jobs for each row execute function public.audit()"""
@@ -61,6 +62,7 @@ class Change(NamedTuple):
     old_evictions: int | None
     evictions: int | None
     finished_at: datetime | None
+    old_cancel_requested: bool
     cancel_requested: bool
     runner: str | None
     code: str | None
@@ -180,6 +182,8 @@ def _broken_rules(change: Change) -> Iterator[str]:
     assert change.old_generation is not None
     assert change.generation is not None
     assert change.old_epoch is not None
+    if change.old_cancel_requested and not change.is_put and change.state == "pending" and not change.cancel_requested:
+        yield "cancel request forgotten"
     if change.state not in MOVES[change.old_state]:
         yield "illegal move of a state"
     if not change.old_generation <= change.generation <= change.old_generation + 1:

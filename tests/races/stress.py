@@ -246,20 +246,17 @@ class Stress:
             self._workers.pop(me, None)
 
     def _work_once(self, mine: Hand, chance: random.Random) -> None:
-        ttl = chance.uniform(0.15, 2.0)
+        frozen = chance.random() < 0.3
+        ttl = chance.uniform(0.15, 0.4 if frozen else 2.0)
         claims = self._claim(mine, chance, ttl)
         if not claims:
             self._stop.wait(0.02)
             return
         claims = [claim for claim in claims if chance.random() > 0.1]  # the rest is abandoned
-        frozen = chance.random() < 0.15
-        if not frozen:
-            self._held.update({(c.id, c.token): Held(c, ttl) for c in claims})
-            self._stop.wait(chance.uniform(0, 0.08))
-        else:
-            self._stop.wait(min(ttl, 0.8) + chance.uniform(-0.05, 0.05))
-            self._held.update({(c.id, c.token): Held(c, ttl) for c in claims})  # it thaws, and renews before it looks
-            self._stop.wait(chance.uniform(0, 0.1))
+        if frozen:
+            self._stop.wait(ttl + chance.choice((-0.01, 0.0, 0.01, 0.05, 0.2)))
+        self._held.update({(c.id, c.token): Held(c, ttl) for c in claims})  # one that thaws renews before it looks
+        self._stop.wait(chance.choice((0.0, 0.01, 0.08)))
         chance.shuffle(claims)
         endings = [(claim, _decide(chance, claim)) for claim in claims]
         try:

@@ -59,7 +59,7 @@ BREAKS = {
         "settle_jobs",
         "state = case when decided.state = 'pending' and j.cancel_requested_at is not null then 'cancelled' else decided.state end",
         "state = decided.state",
-        "pending where neither claim nor reaper sees it",
+        "cancel request forgotten",
     ),
     "renewal of whoever's lease": ("renew_leases", TOKEN, "", "renewal under another's token"),
     "renewal after the expiry": ("renew_leases", UNEXPIRED, "", "renewed after the expiry"),

@@ -1,0 +1,32 @@
+-- Take ready jobs of one lane, oldest first, with a fresh token and a lease. An expired lease is taken over here, too.
+-- Locks: the picked rows, skipping locked ones; never waits.
+-- Index: jobs_ready, from the cursor on.
+-- Fence: sets it.
+with now as materialized (                                   -- (select at from now) can be an index condition, a bare clock_timestamp() cannot
+  select clock_timestamp() as at
+), pick as materialized (                                    -- materialized: as a subselect it may run twice and exceed the limit
+  select j.kind, j.id,
+         -- No worker could renew while the server was down: that is not an eviction.
+         (j.lease_expires_at - %(ttl)s::float8 * interval '1 second' >= (select pg_postmaster_start_time())) is true as evicted
+  from {jobs} j
+  where j.kind = %(kind)s::text and j.class = %(class)s::smallint and j.priority = %(priority)s::smallint and j.state = 'pending'
+    and (j.ready_at, j.id) > (%(after_ready)s::timestamptz, %(after_id)s::bigint) and j.ready_at <= (select at from now)
+    and (j.lease_expires_at is null or (j.lease_expires_at <= (select at from now)
+         -- at its limit it belongs to the reaper, which alone ends it
+         and (%(max_evictions)s::int is null or j.evictions + 1 < %(max_evictions)s::int)))
+    and j.cancel_requested_at is null
+    and j.version <= %(version)s::smallint                   -- work of a newer release waits for a newer worker
+  order by j.kind, j.class, j.priority, j.ready_at, j.id
+  limit %(limit)s::int
+  for no key update skip locked
+)
+update {jobs} j set
+  token = %(token)s::uuid, runner = %(runner)s::text, lease_epoch = j.lease_epoch + 1,
+  lease_expires_at = clock_timestamp() + %(ttl)s::float8 * interval '1 second',
+  evictions = j.evictions + pick.evicted::int
+from pick
+-- By (kind, id): a ctid may be stale, and is not unique over partitions. The kind comes from the row, not from the
+-- parameter: with a constant, a plan made on the empty table scans the kind and compares ids (5 s for 100 of 150,000).
+where j.kind = pick.kind and j.id = pick.id
+returning j.kind, j.id, j.key, j.revision, j.generation, j.token, j.attempts, j.max_attempts, j.evictions, j.lease_epoch,
+          j.priority, j.class, j.ready_at, extract(epoch from (select at from now) - j.ready_at)::float8, j.payload::text

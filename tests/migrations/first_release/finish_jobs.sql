@@ -1,0 +1,46 @@
+-- Succeed jobs of one kind, their results with them; one verdict a row.
+-- Locks: rows that are still ours, in id order, skipping locked ones (verdict busy); never waits.
+-- Index: primary key, one probe a row whatever the statistics say (lateral; the kind comes from the input, no term on state).
+-- Fence: id, key, revision, token (a token implies pending), and the expiry, compared after the last lock was taken.
+with input as materialized (
+  select %(kind)s::text as kind, i.*
+  from unnest(%(ids)s::bigint[], %(keys)s::text[], %(revisions)s::text[], %(tokens)s::uuid[], %(generations)s::int[],
+              %(results)s::text[]) as i(id, key, revision, token, generation, result)
+), seen as materialized (                                    -- by the snapshot, unlocked: tells busy from lost
+  select j.id from input i cross join lateral (
+    select j.id from {jobs} j
+    where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token) j
+), held as materialized (
+  select locked.* from (select * from input order by kind, id) i cross join lateral (
+    select j.kind, j.id, j.lease_expires_at, j.has_result, j.generation = i.generation as current, i.result
+    from {jobs} j
+    where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token
+    for no key update skip locked) locked
+), now as materialized (                                     -- after the last lock by data dependence; a plan could read the clock before it
+  select clock_timestamp() as at from (select count(*) from held) as every_lock_held
+), good as materialized (
+  select held.*, now.at from held cross join now where held.lease_expires_at > now.at
+), done as (
+  update {jobs} j set
+    -- a payload that came while this run was under way (no revision) is new work: the row waits again, this result is dropped
+    state = case when good.current then 'succeeded' when j.cancel_requested_at is not null then 'cancelled' else 'pending' end,
+    finished_at = case when good.current or j.cancel_requested_at is not null then good.at end,
+    has_result = case when good.current then good.result is not null else j.has_result end,
+    token = null, lease_expires_at = null, runner = null, cancel_requested_at = null, evictions = 0,
+    last_code = case when good.current then null else j.last_code end
+  from good
+  where j.kind = good.kind and j.id = good.id
+  returning j.id, j.kind, j.key, j.revision, j.state, good.current, good.result, good.has_result as had_result, good.at
+), kept as (
+  insert into {results} as r (kind, key, revision, value, finished_at)
+  select d.kind, d.key, d.revision, d.result::jsonb, d.at from done d
+  where d.current and d.result is not null
+  order by d.key collate "C"
+  on conflict (kind, key) do update set revision = excluded.revision, value = excluded.value, finished_at = excluded.finished_at
+), dropped as (                                              -- a success without a value leaves no older one behind
+  delete from {results} r using done d
+  where d.current and d.result is null and d.had_result and r.kind = d.kind and r.key = d.key
+)
+select i.id, case when d.id is not null then 'done' when h.id is not null then 'expired' when s.id is not null then 'busy' else 'lost' end as verdict,
+       d.state
+from input i left join done d on d.id = i.id left join held h on h.id = i.id left join seen s on s.id = i.id

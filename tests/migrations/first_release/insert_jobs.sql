@@ -1,0 +1,61 @@
+-- Put jobs of one kind, each under the rules of its key: new, same revision, new revision, or no revision (latest wins).
+-- Locks: only rows that really change, in key order: two bulk calls with the same keys cannot deadlock.
+-- Index: jobs_key.
+-- Fence: none; a new revision is what fences running attempts off.
+with now as materialized (
+  select clock_timestamp() as at
+), input as materialized (                                   -- the last of equal keys wins; callers collapse them anyway
+  select distinct on (t.key collate "C") %(kind)s::text as kind, t.*
+  from unnest(%(keys)s::text[], %(revisions)s::text[], %(classes)s::smallint[], %(priorities)s::smallint[], %(delays)s::float8[],
+              %(ready_ats)s::timestamptz[], %(max_attempts)s::int[], %(payloads)s::text[]) with ordinality
+       as t(key, revision, class, priority, delay, ready_at, max_attempts, payload, ord)
+  order by t.key collate "C", t.ord desc
+), seen as materialized (                                    -- a plain read: an unchanged key takes no lock, no WAL, no id
+  select i.ord, j.* from input i cross join lateral (
+    select j.kind, j.key, j.id, j.generation, j.revision, j.state, j.class, j.lease_epoch, j.token is not null as leased
+    from {jobs} j where j.kind = i.kind and j.key = i.key limit 1) j
+), same as materialized (
+  select s.*, i.revision <> '' and s.revision = i.revision as unchanged, i.class as wanted_class
+  from seen s join input i on i.ord = s.ord
+  where (i.revision <> '' and s.revision = i.revision) or (%(keep)s::bool and s.state = 'pending')
+), rising as materialized (                                  -- a live edit promotes waiting catch-up work; a locked row is left as it is
+  select j.kind, j.id from same s cross join lateral (
+    select j.kind, j.id from {jobs} j
+    where j.kind = s.kind and j.id = s.id and j.revision = s.revision and j.state = 'pending' and j.token is null
+      and j.class > s.wanted_class
+    for no key update skip locked) j
+  where s.unchanged and s.class > s.wanted_class and s.state = 'pending'
+), risen as (
+  update {jobs} j set class = 0 from rising where j.kind = rising.kind and j.id = rising.id returning j.id
+), put as (
+  insert into {jobs} as j (kind, key, revision, class, priority, ready_at, created_at, max_attempts, version, payload)
+  select i.kind, i.key, i.revision, i.class, i.priority,
+         -- one microsecond apart: jobs of one call stay in its order, although they are inserted in key order
+         coalesce(i.ready_at, now.at + i.delay * interval '1 second' + i.ord * interval '1 microsecond'),
+         now.at, i.max_attempts, %(version)s::smallint, i.payload::jsonb
+  from input i cross join now
+  where not exists (select from same s where s.ord = i.ord)
+  order by i.key collate "C"
+  on conflict (kind, key) do update set
+    revision = excluded.revision, generation = j.generation + 1, payload = excluded.payload, version = excluded.version,
+    class = case when j.state = 'pending' then least(j.class, excluded.class) else excluded.class end,
+    priority = excluded.priority, max_attempts = excluded.max_attempts, ready_at = excluded.ready_at,
+    state = 'pending', attempts = 0, evictions = 0, last_code = null, cancel_requested_at = null, finished_at = null,
+    -- Without revisions a running attempt keeps its lease; its finish sees the new generation and makes the row wait again.
+    token = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp() then j.token end,
+    lease_expires_at = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp() then j.lease_expires_at end,
+    runner = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp() then j.runner end
+  where (j.revision <> excluded.revision or excluded.revision = '') and (not %(keep)s::bool or j.state <> 'pending')
+  returning j.key, j.id, j.generation, j.token, j.lease_epoch
+)
+select put.key,
+       case when put.generation = 1 then 'created'
+            when s.state <> 'pending' then 'requeued'
+            when put.token is null and (s.leased or put.lease_epoch <> s.lease_epoch) then 'superseded'
+            else 'replaced' end as status,
+       'pending' as state, pg_current_xact_id_if_assigned()::text as transaction
+from put left join seen s on s.key = put.key
+union all
+select s.key, case when s.unchanged then 'unchanged' else 'kept' end, s.state, null
+from same s
+-- A key in neither: another transaction has put the same revision meanwhile. Send those keys once more: a new snapshot sees it.

@@ -1,0 +1,36 @@
+-- End or free the expired leases of one lane: cancelled if that was requested, failed at the limit of evictions, else ready again.
+-- Locks: expired rows, skipping locked ones; never waits.
+-- Index: jobs_ready, a page of it after the cursor; leased rows are always due, so it stops at the present.
+-- Fence: none needed, an expired lease protects nobody; its token goes.
+with now as materialized (
+  select clock_timestamp() as at
+), page as materialized (                                    -- bounded by rows read, not by rows found
+  select j.kind, j.id, j.ready_at, j.lease_expires_at from {jobs} j
+  where j.kind = %(kind)s::text and j.class = %(class)s::smallint and j.priority = %(priority)s::smallint and j.state = 'pending'
+    and (j.ready_at, j.id) > (%(after_ready)s::timestamptz, %(after_id)s::bigint) and j.ready_at <= (select at from now)
+  order by j.kind, j.class, j.priority, j.ready_at, j.id
+  limit %(limit)s::int
+), gone as materialized (
+  select locked.* from page p cross join lateral (
+    select j.kind, j.id, (j.lease_expires_at - %(ttl)s::float8 * interval '1 second' >= (select pg_postmaster_start_time())) is true as evicted
+    from {jobs} j
+    where j.kind = p.kind and j.id = p.id and j.lease_expires_at <= (select at from now)
+    for no key update skip locked) locked
+  where p.lease_expires_at <= (select at from now)
+), done as (
+  update {jobs} j set
+    evictions = j.evictions + gone.evicted::int, token = null, lease_expires_at = null, runner = null,
+    state = case when j.cancel_requested_at is not null then 'cancelled'
+                 when j.evictions + gone.evicted::int >= %(max_evictions)s::int then 'failed' else 'pending' end,
+    last_code = case when j.cancel_requested_at is null and j.evictions + gone.evicted::int >= %(max_evictions)s::int
+                     then 'evicted_too_often' else j.last_code end,
+    finished_at = case when j.cancel_requested_at is not null or j.evictions + gone.evicted::int >= %(max_evictions)s::int
+                       then (select at from now) end,
+    cancel_requested_at = null
+  from gone
+  where j.kind = gone.kind and j.id = gone.id
+  returning j.id, j.key, j.state
+)
+select (select count(*) from page), (select count(*) from done), (select count(*) from done where state = 'pending'),
+       last.ready_at, last.id
+from (select ready_at, id from page order by ready_at desc, id desc limit 1) as last

@@ -1,0 +1,42 @@
+-- Retry, park, release, fail or cancel jobs of one kind: the decision comes as columns; one verdict a row.
+-- Locks, Index and Fence as in finish_jobs.
+with input as materialized (
+  select %(kind)s::text as kind, i.*
+  from unnest(%(ids)s::bigint[], %(keys)s::text[], %(revisions)s::text[], %(tokens)s::uuid[], %(generations)s::int[],
+              %(states)s::text[], %(counts)s::int[], %(delays)s::float8[], %(codes)s::text[])
+       as i(id, key, revision, token, generation, state, counts, delay, code)
+), seen as materialized (
+  select j.id from input i cross join lateral (
+    select j.id from {jobs} j
+    where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token) j
+), held as materialized (
+  select locked.* from (select * from input order by kind, id) i cross join lateral (
+    select j.kind, j.id, j.lease_expires_at, j.generation = i.generation as current, i.state, i.counts, i.delay, i.code
+    from {jobs} j
+    where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token
+    for no key update skip locked) locked
+), now as materialized (
+  select clock_timestamp() as at from (select count(*) from held) as every_lock_held
+), decided as materialized (                                 -- a payload that came meanwhile is new work: it waits, whatever became of the old
+  select held.kind, held.id, held.current, held.counts, now.at,
+         case when held.current then held.state else 'pending' end as state,
+         case when held.current then held.delay end as delay,
+         case when held.current then held.code end as code
+  from held cross join now where held.lease_expires_at > now.at
+), done as (
+  update {jobs} j set
+    -- a requested cancel is honoured here: pending with a request, but no lease, neither a claim nor the reaper would ever see it
+    state = case when decided.state = 'pending' and j.cancel_requested_at is not null then 'cancelled' else decided.state end,
+    finished_at = case when decided.state <> 'pending' or j.cancel_requested_at is not null then decided.at end,
+    attempts = case when decided.current then j.attempts + decided.counts else j.attempts end,
+    evictions = case when decided.counts > 0 then 0 else j.evictions end,
+    ready_at = case when decided.delay is null then j.ready_at else decided.at + decided.delay * interval '1 second' end,
+    last_code = coalesce(decided.code, j.last_code),
+    token = null, lease_expires_at = null, runner = null, cancel_requested_at = null
+  from decided
+  where j.kind = decided.kind and j.id = decided.id
+  returning j.id, j.state
+)
+select i.id, case when d.id is not null then 'done' when h.id is not null then 'expired' when s.id is not null then 'busy' else 'lost' end as verdict,
+       d.state
+from input i left join done d on d.id = i.id left join held h on h.id = i.id left join seen s on s.id = i.id

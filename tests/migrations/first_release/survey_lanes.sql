@@ -1,0 +1,26 @@
+-- Which lanes (kind, class, priority) of these kinds have unfinished jobs, and in how many seconds the first free one is due.
+-- Locks: nothing.
+-- Index: jobs_ready; one probe a lane, then the leased rows at the lane's head.
+-- Fence: none, it only reads.
+with recursive now as materialized (
+  select clock_timestamp() as at
+), lanes as (                                                -- a loose index scan: jump from one lane to the next
+  select k.kind, l.class, l.priority
+  from unnest(%(kinds)s::text[]) as k(kind) cross join lateral (
+    select j.class, j.priority from {jobs} j
+    where j.kind = k.kind and j.state = 'pending'
+    order by j.kind, j.class, j.priority limit 1) l
+  union all
+  select l.kind, n.class, n.priority
+  from lanes l cross join lateral (
+    select j.class, j.priority from {jobs} j
+    where j.kind = l.kind and j.state = 'pending' and (j.class, j.priority) > (l.class, l.priority)
+    order by j.kind, j.class, j.priority limit 1) n
+)
+select l.kind, l.class, l.priority,
+       (select extract(epoch from j.ready_at - (select at from now))::float8 from {jobs} j
+        where j.kind = l.kind and j.class = l.class and j.priority = l.priority and j.state = 'pending'
+          and (j.token is null or j.lease_expires_at <= (select at from now))
+        order by j.kind, j.class, j.priority, j.ready_at, j.id limit 1) as due_in_seconds
+from lanes l
+order by l.kind, l.class, l.priority
