@@ -118,6 +118,8 @@ class Attempt:
     async def _call(self) -> None:
         """Fill in each item's result; those that could not be decoded never reach the handler."""
         for item in self._items:
+            if time.monotonic() >= item.held.guard:  # this process stood still since the claim: somebody else runs it
+                item.signal.set("lost")
             self._decode(item)
         runnable = [item for item in self._items if item.result is None and not item.signal.is_set()]
         if not runnable or self._releasing:

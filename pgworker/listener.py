@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import secrets
+import traceback
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager, suppress
 from typing import TypeAlias
@@ -165,8 +166,16 @@ class Listener:
 
     @asynccontextmanager
     async def _connect(self) -> AsyncGenerator[_Connection, None]:
-        with anyio.fail_after(_CONNECT_SECONDS):
-            connection = await psycopg.AsyncConnection.connect(self._conninfo, autocommit=True, prepare_threshold=None)
+        try:
+            with anyio.fail_after(_CONNECT_SECONDS):
+                connection = await psycopg.AsyncConnection.connect(
+                    self._conninfo, autocommit=True, prepare_threshold=None
+                )
+        except BaseException as error:
+            # A half-made connection lives on in the frames of a cancelled connect until they are collected. Meanwhile
+            # the server waits for its password, for a minute, and whatever needs all its backends (DROP DATABASE) too.
+            traceback.clear_frames(error.__traceback__)
+            raise
         try:
             yield connection
         finally:

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Final, LiteralString, NamedTuple, cast
 
+import anyio
 import psycopg
 from psycopg import IsolationLevel, sql
 
@@ -120,8 +121,12 @@ class Store:
         self._names = {name: sql.Identifier(tables.schema, name) for name in ("jobs", "results")}
 
     async def connect(self, dsn: str) -> AsyncConnection:
-        """A connection to be closed by the caller; transactions on it are READ COMMITTED whatever the default is."""
-        connection = await psycopg.AsyncConnection.connect(conninfo(dsn, "demo"), autocommit=True)
+        """A connection to be closed by the caller; transactions on it are READ COMMITTED whatever the default is.
+
+        Cancelling waits for it, five seconds at most: half-made ones would hang about.
+        """
+        with anyio.CancelScope(shield=True):
+            connection = await psycopg.AsyncConnection.connect(conninfo(dsn, "demo"), autocommit=True)
         await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
         return connection
 

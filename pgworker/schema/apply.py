@@ -70,7 +70,7 @@ join pg_database d on d.oid = l.database and d.datname = current_database()
 left join pg_stat_activity a on a.pid = l.pid
 left join pg_class c on c.oid = l.relation
 left join pg_namespace n on n.oid = c.relnamespace
-where l.granted and l.pid <> pg_backend_pid()
+where l.granted
   and (n.nspname = {schema_name}
        or l.locktype = 'advisory' and l.objsubid = 1 and (l.classid::bigint << 32 | l.objid::bigint) = {key})
 order by a.xact_start, l.pid

@@ -367,7 +367,7 @@ class Stress:
         for lane in mine.lanes():
             page = mine.send(
                 reap_expired(
-                    mine.tables, lane, limit=1000, ttl_seconds=1.0, max_evictions=_MAX_EVICTIONS, after=BEGINNING
+                    mine.tables, lane, limit=1000, ttl_seconds=0.1, max_evictions=_MAX_EVICTIONS, after=BEGINNING
                 )
             )
             self.book.counts["reaped"] += page.ended_or_freed
@@ -384,7 +384,9 @@ class Stress:
                 case dice if dice < 0.45:
                     mine.connection.execute(_DELETE, [key])
                 case _:
-                    mine.connection.execute(_CANCEL, [key])
+                    running = [each.claim.key for each in list(self._held.values())]
+                    for each in [key, *chance.sample(running, min(3, len(running)))]:
+                        mine.connection.execute(_CANCEL, [each])
             if time.monotonic() > cut_at:
                 cut_at = time.monotonic() + 1.5
                 self._cut_a_connection(mine, chance)
@@ -495,9 +497,7 @@ def _judge_last_puts(log: Iterable[Change]) -> Iterator[Finding]:
 
 
 def _deadlocks(admin: Admin) -> int:
-    found: Any = admin.execute(
-        "select deadlocks from pg_stat_database where datname = current_database()"
-    ).fetchone()
+    found: Any = admin.execute("select deadlocks from pg_stat_database where datname = current_database()").fetchone()
     return int(found[0])
 
 

@@ -107,14 +107,14 @@ def test_a_reclaim_and_the_old_owners_completion(
     reclaimed_first: bool,  # noqa: FBT001 - one of two orders
 ) -> None:
     hand.enqueue("k", "r1")
-    (claim,) = hand.claim(ttl_seconds=0.05)  # aged rows would be older than the test's server: no eviction
+    (claim,) = hand.claim(ttl_seconds=0.3)  # aged rows would be older than the test's server: no eviction
     admin.execute("select pg_sleep_until(lease_expires_at) from pgworker.jobs")
     if reclaimed_first:
-        (heir,) = other.claim(ttl_seconds=0.05)
+        (heir,) = other.claim(ttl_seconds=0.3)
         assert hand.finish(claim, '"stale"').verdict == "lost"
     else:
         assert hand.finish(claim, '"stale"').verdict == "expired"
-        (heir,) = other.claim(ttl_seconds=0.05)
+        (heir,) = other.claim(ttl_seconds=0.3)
     assert (heir.id, heir.evictions, heir.attempts, heir.lease_epoch) == (claim.id, 1, 0, 2)
     assert other.renew(heir).verdict == "done"
     assert other.finish(heir, '"good"').verdict == "done"

@@ -63,7 +63,12 @@ BREAKS = {
     ),
     "renewal of whoever's lease": ("renew_leases", TOKEN, "", "renewal under another's token"),
     "renewal after the expiry": ("renew_leases", UNEXPIRED, "", "renewed after the expiry"),
-    "claim of live leases": ("claim_jobs", "j.lease_expires_at <= (select at from now)\n", "true\n", "live lease taken over"),
+    "claim of live leases": (
+        "claim_jobs",
+        "j.lease_expires_at <= (select at from now)\n",
+        "true\n",
+        "live lease taken over",
+    ),
     "reaping of live leases": (
         "reap_expired",
         "lease_expires_at <= (select at from now)",
