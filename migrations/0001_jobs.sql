@@ -146,10 +146,8 @@ begin
             class = case when j.state = 'pending' then least(j.class, excluded.class) else excluded.class end,
             priority = excluded.priority, max_attempts = null, ready_at = excluded.ready_at,
             state = 'pending', attempts = 0, evictions = 0, last_code = null, cancel_requested_at = null, finished_at = null,
-            token = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp() then j.token end,
-            lease_expires_at = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp()
-                                    then j.lease_expires_at end,
-            runner = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp() then j.runner end
+            (token, lease_expires_at, runner) = (select j.token, j.lease_expires_at, j.runner
+                where j.revision = excluded.revision and j.lease_expires_at > clock_timestamp())
         where (j.revision <> excluded.revision or excluded.revision = '')
           and (enqueue.if_pending = 'replace' or j.state <> 'pending')
         returning j.* into put;

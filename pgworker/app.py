@@ -36,6 +36,7 @@ from pgworker.middleware import Middleware
 from pgworker.policy import STORE_TIMEOUT, Lease, Policy, PolicyOptions, Stop, make_policy
 from pgworker.registry import Registry
 from pgworker.retry import Backoff
+from pgworker.statements import Statement
 from pgworker.worker import Worker
 
 H = TypeVar("H", bound=Handler)
@@ -186,12 +187,15 @@ class App:
         """Enqueue jobs of one kind, all or none, in one statement; the answers are in the order of the jobs."""
         flow = put_jobs(self.settings.tables, self._registry.known(kind), jobs, if_pending=if_pending)
         if conn is None:
-            put = await drive(flow, (await self._database()).run)
+            put = await drive(flow, self._run)
         else:
             _check_connection(conn, psycopg.AsyncConnection, "app.sync.enqueue")
-
             put = await drive(flow, lambda statement: send(conn, statement))
         return self._registry.hint(kind, put, committed=conn is None)
+
+    async def _run(self, statement: Statement[T]) -> T:
+        # The pool is opened by the first statement, not before: what is refused unsent must leave no pool behind.
+        return await (await self._database()).run(statement)
 
     async def _database(self) -> Database:
         loop = asyncio.get_running_loop()
@@ -204,7 +208,7 @@ class App:
 
     async def run_flow(self, flow: Flow[T]) -> T:
         """Run a flow of statements on the app's own pool, each in a transaction of its own."""
-        return await drive(flow, (await self._database()).run)
+        return await drive(flow, self._run)
 
     # --- work -------------------------------------------------------------------------------------------------------
 
@@ -241,7 +245,7 @@ class SyncApp:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._database_of: tuple[int, SyncDatabase] | None = None
+        self._databases: dict[int, SyncDatabase] = {}
 
     def enqueue(
         self,
@@ -273,7 +277,7 @@ class SyncApp:
         """As App.enqueue_many."""
         flow = put_jobs(self._registry.settings.tables, self._registry.known(kind), jobs, if_pending=if_pending)
         if conn is None:
-            put = drive_sync(flow, self._database().run)
+            put = drive_sync(flow, self._run)
         else:
             _check_connection(conn, psycopg.Connection, "app.enqueue")
             put = drive_sync(flow, lambda statement: send_sync(conn, statement))
@@ -281,21 +285,28 @@ class SyncApp:
 
     def run_flow(self, flow: Flow[T]) -> T:
         """As App.run_flow."""
-        return drive_sync(flow, self._database().run)
+        return drive_sync(flow, self._run)
+
+    def _run(self, statement: Statement[T]) -> T:
+        return self._database().run(statement)
 
     def _database(self) -> SyncDatabase:
-        if self._database_of is None or self._database_of[0] != os.getpid():
+        database = self._databases.get(os.getpid())
+        if database is None:
             dsn = self._registry.settings.dsn
-            database = SyncDatabase(dsn, "enqueue", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
-            self._database_of = (os.getpid(), database)
-            database.open()
-        return self._database_of[1]
+            new = SyncDatabase(dsn, "enqueue", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
+            new.open()
+            # Threads may meet here: one pool wins. No lock, as another thread might hold it at a fork.
+            database = self._databases.setdefault(os.getpid(), new)
+            if database is not new:
+                new.close()
+        return database
 
     def close(self) -> None:
         """Close the pool and send what hints are left. The app may be used again afterwards."""
-        if self._database_of is not None and self._database_of[0] == os.getpid():
-            self._database_of[1].close()
-        self._database_of = None
+        database = self._databases.pop(os.getpid(), None)
+        if database is not None:
+            database.close()
         self._registry.close()
 
 

@@ -80,7 +80,8 @@ async def send(connection: AsyncConnection, statement: Statement[T]) -> T:
     """Run a statement on this connection, whatever its cursor and row factories are; nothing is committed here."""
     async with psycopg.AsyncCursor(connection, row_factory=tuple_row) as cursor:
         await cursor.execute(statement.sql, statement.parameters)
-        rows = await cursor.fetchall() if cursor.description else []
+        piped = connection.pgconn.pipeline_status  # then nothing is known before it is fetched
+        rows = await cursor.fetchall() if piped or cursor.description else []
     return statement.read(cast("list[Row]", rows))
 
 
@@ -88,7 +89,8 @@ def send_sync(connection: SyncConnection, statement: Statement[T]) -> T:
     """As send, for a synchronous connection."""
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
         cursor.execute(statement.sql, statement.parameters)
-        rows = cursor.fetchall() if cursor.description else []
+        piped = connection.pgconn.pipeline_status
+        rows = cursor.fetchall() if piped or cursor.description else []
     return statement.read(cast("list[Row]", rows))
 
 
@@ -125,12 +127,12 @@ class Database:
         """Close the pool's connections."""
         await self._pool.close(timeout=1)
 
-    async def run(self, statement: Statement[T]) -> T:
+    async def run(self, statement: Statement[T], *, within: float = float("inf")) -> T:
         """Run and commit one statement, three times if it loses a deadlock or a serialization conflict.
 
-        Raises psycopg.Error, or TimeoutError when the deadline passes.
+        Raises psycopg.Error, or TimeoutError when the deadline passes, or so many seconds if they are fewer.
         """
-        with anyio.CancelScope(shield=True), anyio.fail_after(self.deadline.total_seconds()):
+        with anyio.CancelScope(shield=True), anyio.fail_after(min(within, self.deadline.total_seconds())):
             for tried in range(1, _CONFLICT_TRIES):
                 try:
                     return await self._once(statement)

@@ -128,7 +128,7 @@ class Finisher:
                 statement = self._queue.finish([(each.claim, cast("Success", each.decision)) for each in endings])
             else:
                 statement = self._queue.settle([(each.claim, cast("Settlement", each.decision)) for each in endings])
-            answers = await self._database.run(statement)
+            answers = await self._database.run(statement, within=self._give_up_at() - time.monotonic())
         except (psycopg.Error, TimeoutError) as error:
             self._send_again(endings, error)
         else:

@@ -20,6 +20,7 @@ _log = logging.getLogger("pgworker")
 
 REAP_EVERY = timedelta(seconds=15)
 REPORT_EVERY = timedelta(seconds=5)
+_SIGN_OFF_SECONDS = 1.0  # a stop must not wait for what is only a courtesy
 _PAGE = 1_000  # rows read by one statement: a few milliseconds, however long the backlog
 RELEASE = version("pgworker")
 
@@ -72,6 +73,6 @@ async def report_forever(
 async def sign_off(tables: TableMap, database: Database, runner: str) -> None:
     """Take this process off the list of runners; without a database it grows stale there instead."""
     try:
-        await database.run(forget_runners(tables, runner))
+        await database.run(forget_runners(tables, runner), within=_SIGN_OFF_SECONDS)
     except (psycopg.Error, TimeoutError) as error:
         _log.info("could not sign off error=%s", type(error).__name__)

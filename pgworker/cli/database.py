@@ -11,6 +11,7 @@ from psycopg import pq
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.rows import tuple_row
 
+from pgworker.app import App
 from pgworker.config import Settings, conninfo
 from pgworker.db import SyncConnection
 from pgworker.errors import ConfigError, DatabaseUnavailable
@@ -25,6 +26,15 @@ def settings(dsn: str | None, schema: str | None) -> Settings:
     found = Settings.load(dsn, schema=schema)
     check_dsn(found.dsn)
     return found
+
+
+def app_settings(app: App, *, dsn: str | None, schema: str | None, listen_dsn: str | None = None) -> Settings:
+    """An app's settings, with what the options say instead of its own. Raises ConfigError as settings does."""
+    if dsn or schema or listen_dsn:  # an app that is in use from its import on can be run, but not led elsewhere
+        app.configure(dsn=dsn, schema=schema, listen_dsn=listen_dsn)
+    check_dsn(app.settings.dsn)
+    check_dsn(app.settings.listen_dsn)
+    return app.settings
 
 
 def tables(schema: str | None) -> TableMap:

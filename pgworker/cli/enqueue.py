@@ -12,7 +12,7 @@ import typer
 
 from pgworker import schema as migrations
 from pgworker.app import App
-from pgworker.cli.database import check_dsn, connected
+from pgworker.cli.database import app_settings, connected
 from pgworker.cli.errors import reported
 from pgworker.cli.loading import known_kind, load_app
 from pgworker.cli.logs import LogLevel, log_to_stderr
@@ -111,11 +111,11 @@ def _text(payload: str) -> str:
 def _front(kind: str, target: str | None, dsn: str | None, schema: str | None) -> App:
     """The named app, or one of our own that knows the kind and nothing about it."""
     if target is None:
-        front = App(dsn, schema=schema)
+        front = App()
         front.declare(kind)
     else:
         front = load_app(target)
-        front.configure(dsn=dsn, schema=schema)
+    app_settings(front, dsn=dsn, schema=schema)
     return front
 
 
@@ -131,7 +131,6 @@ def _value(front: App, kind: str, text: str, *, typed: bool) -> object:
 
 
 def _put(front: App, kind: str, job: NewJob, if_pending: IfPending) -> Enqueued:
-    check_dsn(front.settings.dsn)
     with connected(front.settings, "enqueue") as connection:
         migrations.check(connection, front.settings.tables)
         connection.execute(session_settings(STORE_TIMEOUT))

@@ -14,7 +14,7 @@ import anyio
 import typer
 
 from pgworker.app import App
-from pgworker.cli.database import check_dsn, describe
+from pgworker.cli.database import app_settings, describe
 from pgworker.cli.errors import reported
 from pgworker.cli.loading import known_kind, load_app
 from pgworker.cli.logs import LogLevel, log_to_stderr
@@ -65,10 +65,7 @@ def run(
         waiting = duration(startup_timeout, "--startup-timeout")
         loaded = load_app(app)
         log_to_stderr(log_level)
-        loaded.configure(dsn=dsn, schema=schema, listen_dsn=listen_dsn)
-        settings = loaded.settings
-        check_dsn(settings.dsn)
-        check_dsn(settings.listen_dsn)
+        settings = app_settings(loaded, dsn=dsn, schema=schema, listen_dsn=listen_dsn)
         kinds = _chosen(loaded, kind)
         worker = loaded.worker([each.name for each in kinds])
         _log.info(

@@ -142,15 +142,21 @@ def _marked(connection: SyncConnection, asked: str, texts: Sequence[str]) -> lis
 
 
 def best_lines(marked: str) -> list[Line]:
-    """The lines with the most different matches, in the file's order; the first line that says anything without one."""
+    """A few lines that show as many different matches as they can; without any, the first that is not blank."""
     lines = [(number, line) for number, line in enumerate(marked.split("\n"), 1) if line.strip()]
-    ranked = sorted(lines, key=lambda numbered: (-_different(numbered[1]), numbered[0]))
-    chosen = [numbered for numbered in ranked if MARK_ON in numbered[1]][:_LINES] or ranked[:1]
-    return [Line(number, list(_pieces(_cut(line)))) for number, line in sorted(chosen)]
+    left = {number: _matches(line) for number, line in lines if MARK_ON in line}
+    chosen: list[int] = []
+    shown: set[str] = set()
+    while left and len(chosen) < _LINES:
+        best = max(left, key=lambda number: (len(left[number] - shown), len(left[number]), -number))
+        chosen.append(best)
+        shown |= left.pop(best)
+    chosen = chosen or [number for number, _ in lines[:1]]
+    return [Line(number, list(_pieces(_cut(line)))) for number, line in lines if number in chosen]
 
 
-def _different(line: str) -> int:
-    return len({match.lower() for match in _MARK.findall(line)})
+def _matches(line: str) -> set[str]:
+    return {match.lower() for match in _MARK.findall(line)}
 
 
 def _cut(line: str) -> str:

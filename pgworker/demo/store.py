@@ -18,7 +18,8 @@ from pgworker.config import conninfo
 from pgworker.db import AsyncConnection, SyncConnection
 from pgworker.demo.report import Failures
 from pgworker.demo.text import Indexed
-from pgworker.tablemap import TableMap
+from pgworker.errors import SchemaError
+from pgworker.tablemap import TableMap, quote
 
 KIND: Final = "index_file"
 
@@ -105,9 +106,15 @@ def prepare(dsn: str, tables: TableMap, root: str) -> int:
     with psycopg.connect(conninfo(dsn, "demo"), autocommit=True) as connection:
         schema.migrate(connection, tables)
         connection.isolation_level = IsolationLevel.READ_COMMITTED
-        with connection.transaction():
-            connection.execute("set local client_min_messages = warning")
-            connection.execute(_TABLES)
+        try:
+            with connection.transaction():
+                connection.execute("set local client_min_messages = warning")
+                connection.execute(_TABLES)
+        except psycopg.errors.InsufficientPrivilege as error:
+            raise SchemaError(
+                f"the demo's own tables: {error.diag.message_primary}. A superuser may run: "
+                f"create schema pgworker_demo authorization {quote(connection.info.user)}"
+            ) from error
         row = connection.execute(_FOLDER, {"root": root}).fetchone()
     assert row is not None  # noqa: S101 - both branches of the statement return the row
     return int(row[0])

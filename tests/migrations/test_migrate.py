@@ -220,7 +220,7 @@ def test_odd_schema_names_side_by_side(empty: Connection) -> None:
     migrate(empty, TABLES)
     for name in ("select", "My Jobs", "größe", "a.b", "a;b--", "a$b", "line\nbreak", "x" * 63):
         tables = TableMap(name)
-        enqueue = f"select status from {tables.schema_identifier}.enqueue('mail', key => 'k', wake => true)".encode()  # noqa: S608
+        enqueue = f"select status from {tables.schema_identifier}.enqueue('mail', key => 'k', wake => true)".encode()
         assert migrate(empty, tables) == SHIPPED
         check(empty, tables)
         assert pending(empty, tables) == ()

@@ -42,9 +42,9 @@ with now as materialized (
     priority = excluded.priority, max_attempts = excluded.max_attempts, ready_at = excluded.ready_at,
     state = 'pending', attempts = 0, evictions = 0, last_code = null, cancel_requested_at = null, finished_at = null,
     -- Without revisions a running attempt keeps its lease; its finish sees the new generation and makes the row wait again.
-    token = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp() then j.token end,
-    lease_expires_at = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp() then j.lease_expires_at end,
-    runner = case when j.revision = excluded.revision and j.lease_expires_at > clock_timestamp() then j.runner end
+    -- (one reading of the clock for the three: a lease that ends between two would leave a token without an expiry)
+    (token, lease_expires_at, runner) = (select j.token, j.lease_expires_at, j.runner
+      where j.revision = excluded.revision and j.lease_expires_at > clock_timestamp())
   where (j.revision <> excluded.revision or excluded.revision = '') and (not %(keep)s::bool or j.state <> 'pending')
   returning j.key, j.id, j.generation, j.token, j.lease_epoch
 )
