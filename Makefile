@@ -49,7 +49,7 @@ test-all: check ## PostgreSQL 14 to 18, Python 3.11 to 3.13, and the slow tests
 	@.ci/legs.sh all
 
 soak: $(VENV)/.dev ## The tests that take minutes or gigabytes
-	@$(BIN)/python -m pytest -m soak -o faulthandler_timeout=0
+	@$(BIN)/python -m pytest -m soak
 
 contract: $(VENV)/.dev ## Which promises of tests/contract/promises.toml are kept, by the tests that name them
 	@$(BIN)/python -m pytest --contract -m "not soak" -n $(WORKERS)

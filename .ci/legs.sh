@@ -123,8 +123,7 @@ case ${1:-} in
         leg hostile PGWORKER_TEST_HOSTILE=1 -- tests/integration
         ;;
     all)
-        # Slow tests set their own timeouts; the one that ends a stuck process must be longer than theirs.
-        slow=(-m 'not soak' -o faulthandler_timeout=1200)
+        slow=(-m 'not soak')
         leg suite -- "${slow[@]}"
         container 18
         compose

@@ -23,7 +23,7 @@ class Taken(NamedTuple):
 
     claims: list[Claim]
     sent_at: float
-    """Monotonic time before the first statement: no lease of the round is older."""
+    """Monotonic time before the first claim was sent: no lease of the round is older."""
     full: bool
     due_in_seconds: float | None
     """When the next job that is known comes due."""
@@ -49,12 +49,12 @@ class Claimer:
 
     async def round(self, limit: int) -> Taken:
         """Claim up to `limit` jobs over all lanes, in order. Raises ClaimRefused; never waits for a row's lock."""
-        sent_at = time.monotonic()
         claims: list[Claim] = []
         try:
             dues = await self.database.run(self.queue.survey())
         except (psycopg.Error, TimeoutError) as error:
             raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
+        sent_at = time.monotonic()  # after the survey, which may have waited for a connection: that is no lease's time
         try:
             for due in dues:
                 if len(claims) < limit and due.due_in_seconds is not None and due.due_in_seconds <= 0:

@@ -147,10 +147,15 @@ class Database:
 
     @asynccontextmanager
     async def transaction(self) -> AsyncGenerator[AsyncConnection, None]:
-        """One transaction: committed at the end, rolled back by an exception; shielded and bounded like run."""
-        with anyio.CancelScope(shield=True), anyio.fail_after(self.deadline.total_seconds()):
-            async with self._connection() as connection, connection.transaction():
-                yield connection
+        """One transaction: committed at the end, rolled back by an exception; shielded and bounded like run.
+
+        Waiting for a connection has its own bound (psycopg_pool.PoolTimeout): it is no fault of what is done with it.
+        """
+        with anyio.CancelScope(shield=True):
+            async with self._connection() as connection:
+                with anyio.fail_after(self.deadline.total_seconds()):
+                    async with connection.transaction():
+                        yield connection
 
     @asynccontextmanager
     async def _connection(self) -> AsyncGenerator[AsyncConnection, None]:

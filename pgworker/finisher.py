@@ -12,6 +12,7 @@ from typing import cast
 import anyio
 import anyio.to_thread
 import psycopg
+from psycopg.errors import QueryCanceled
 
 from pgworker.db import Database, SyncDatabase, is_conflict, is_data_error, is_outage, send, send_sync
 from pgworker.events import Event, JobLost, JobSettled, RunnerTrouble
@@ -209,7 +210,7 @@ class Finisher:
             try:
                 answer = await self._apply_once(ending)
             except Exception as error:  # noqa: BLE001 - apply is the app's code: whatever it raises is the job's failure
-                timeouts += isinstance(error, TimeoutError)
+                timeouts += isinstance(error, (TimeoutError, QueryCanceled))
                 if (is_outage(error) or is_conflict(error)) and timeouts < _APPLY_TIMEOUTS:
                     self._tell(RunnerTrouble(self._kind.name, QUEUE_COMPLETE_FAILED, type(error).__name__))
                     await anyio.sleep(_backoff(tried))

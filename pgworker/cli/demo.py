@@ -69,10 +69,8 @@ def demo(
         _check_usage(what or [], words, watch=watch, within=within)
         _log_quietly()
         if words is None:
-            from pgworker.demo import default_folder, real_folder
-
-            folder = real_folder(Path(what[0])) if what else default_folder()
-            _index(folder, dsn, make_view(watch=watch, as_json=as_json, hint=_hint(dsn)), watch=watch)
+            view = make_view(watch=watch, as_json=as_json, hint=_hint(dsn))
+            _index(what[0] if what else None, dsn, view, watch=watch)
         else:
             _search(words, within, dsn, as_json=as_json)
 
@@ -91,13 +89,14 @@ def _check_usage(what: Sequence[str], words: Sequence[str] | None, *, watch: boo
         raise typer.BadParameter(problem)
 
 
-def _index(folder: Path, dsn: str | None, view: View, *, watch: bool) -> None:
-    from pgworker.demo import Indexer
+def _index(folder: str | None, dsn: str | None, view: View, *, watch: bool) -> None:
+    from pgworker.demo import Indexer, default_folder, real_folder
 
+    chosen = default_folder() if folder is None else real_folder(Path(folder))
     with _database(dsn, view) as database:
         indexer = Indexer(
             database.dsn,
-            folder,
+            chosen,
             schema=database.schema,
             listen_dsn=database.listen_dsn,
             on_report=view.report,

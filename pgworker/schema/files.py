@@ -74,10 +74,10 @@ def literal(text: str) -> str:
 
 
 def parse(file_name: str, text: str) -> Migration:
-    """Read a migration file; raises SchemaError unless its header is as migrations/README.md says."""
+    """Read a migration file; raises SchemaError unless its header is as CONTRIBUTING.md says."""
     header = _HEADER.match(text)
     if header is None or file_name != f"{header['number']}_{header['name']}.sql":
-        msg = f"migration {file_name}: header and file name must be as migrations/README.md says"
+        msg = f"migration {file_name}: header and file name must be as CONTRIBUTING.md says"
         raise SchemaError(msg)
     return Migration(
         number=int(header["number"]),

@@ -165,6 +165,19 @@ def test_enqueue_with_an_app_takes_what_its_kind_takes(jobs_app: str, dsn: str, 
     assert row(admin, "k")["payload"] == {"text": "abc", "size": 2}
 
 
+def test_an_app_that_is_in_use_already_cannot_be_led_elsewhere(jobs_app: str, tmp_path: Path, dsn: str) -> None:
+    (tmp_path / "cli_jobs.py").write_text(JOBS.replace("App()", f"App({dsn!r})") + "app.settings\n")
+    assert invoke("enqueue", "work", '{"text": ""}', "--app", jobs_app, dsn="host=unused").code == 0
+    refused = invoke("enqueue", "work", '{"text": ""}', "--app", jobs_app, "--dsn", dsn)
+    assert (refused.code, refused.out) == (2, "")
+    assert "the app is in use already" in refused.err
+
+
+def test_the_dsn_option_wins_over_the_apps_own(jobs_app: str, tmp_path: Path, dsn: str) -> None:
+    (tmp_path / "cli_jobs.py").write_text(JOBS.replace("App()", "App('host=unused')"))
+    assert invoke("enqueue", "work", '{"text": ""}', "--app", jobs_app, "--dsn", dsn, dsn="host=unused").code == 0
+
+
 @pytest.mark.ruling("2.27")
 @pytest.mark.parametrize(
     ("words", "said"),

@@ -255,6 +255,8 @@ async def test_options_that_cannot_be_are_refused_before_a_connection_is_made(
             await app.enqueue("work", **options)
         with pytest.raises(error, match=says):
             app.sync.enqueue("work", **options)
+    assert not app._databases
+    assert not app.sync._databases
 
 
 @pytest.mark.ruling("2.22")
@@ -297,11 +299,11 @@ async def test_a_delay_counts_from_the_databases_clock_and_an_instant_is_kept(
 # --- the life of an app ---------------------------------------------------------------------------------------------
 
 
-def run_script(dsn: str, script: str, *, options: tuple[str, ...] = ("-W", "error")) -> str:
+def run_script(dsn: str, script: str) -> str:
     """Run a script with the app made; it must end well and complain of nothing."""
     source = "import asyncio\nfrom pgworker import App\napp = App()\napp.declare('work')\n" + textwrap.dedent(script)
     done = subprocess.run(
-        [sys.executable, "-X", "dev", *options, "-c", source],
+        [sys.executable, "-W", "error", "-c", source],
         env={**os.environ, "PGWORKER_DSN": dsn},
         capture_output=True,
         text=True,

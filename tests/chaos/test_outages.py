@@ -1,0 +1,199 @@
+"""The server goes away and comes back, or a connection does: workers live on, and nobody pays for it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import anyio
+import anyio.to_thread
+import psycopg
+import pytest
+
+from pgworker import App, Job, Lease, NewJob
+from pgworker.embedded import EmbeddedPostgres
+from pgworker.events import JobLost, JobSettled, RunnerTrouble
+from pgworker.schema import migrate
+from tests.chaos.audit import Admin, findings, install, read
+from tests.databases import TABLES
+from tests.handles import Recorder, running
+
+
+@pytest.fixture
+def own_server() -> Iterator[EmbeddedPostgres]:
+    """A server of this test's own, with our schema, and with the audit's trigger."""
+    bin_dir = os.environ.get("PGWORKER_TEST_BIN_DIR")
+    with tempfile.TemporaryDirectory(prefix="pgworker-tests-") as folder:
+        Path(folder).chmod(0o711)  # as root the server runs as another user, who must get through
+        server = EmbeddedPostgres(Path(folder) / "server", bin_dir=Path(bin_dir) if bin_dir else None, fsync=False)
+        server.start()
+        try:
+            with psycopg.connect(server.dsn, autocommit=True) as admin:
+                migrate(admin, TABLES)
+                install(admin)
+            yield server
+        finally:
+            server.stop()
+
+
+class Handlers:
+    """Counts who is inside, and notes when each run of a job began and ended."""
+
+    def __init__(self) -> None:
+        self.inside: set[str] = set()
+        self.runs: dict[str, list[tuple[float, float]]] = {}
+        self._leave = anyio.Event()
+        self._changed = anyio.Event()
+
+    async def pass_through(self, key: str) -> None:
+        self.inside.add(key)
+        self._tell()
+        began = time.monotonic()
+        try:
+            await self._leave.wait()
+        finally:
+            self.inside.discard(key)
+            self.runs.setdefault(key, []).append((began, time.monotonic()))
+            self._tell()
+
+    def let_go(self) -> None:
+        self._leave.set()
+        self._leave = anyio.Event()
+
+    async def until(self, inside: int) -> None:
+        with anyio.fail_after(20):
+            while len(self.inside) != inside:
+                await self._changed.wait()
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+def check_log(dsn: str, jobs: int) -> None:
+    """Nothing failed, nothing lost, no eviction counted."""
+    with psycopg.connect(dsn) as admin:
+        log = read(admin)
+        states = admin.execute("select distinct state, attempts, evictions from pgworker.jobs").fetchall()
+    assert states == [("succeeded", 0, 0)]
+    assert sum(change.is_success for change in log) == jobs
+    assert not any(change.evictions for change in log)
+    assert not findings(log)
+
+
+async def go_through_outages(server: EmbeddedPostgres, *, jobs: int, outages: int, longer: float) -> None:
+    handlers = Handlers()
+    app = App(server.dsn)
+
+    @app.kind("work", concurrency=jobs, poll=0.2, lease=Lease.renew(timedelta(seconds=1)))
+    async def work(job: Job[int]) -> int:
+        await handlers.pass_through(job.key)
+        return job.payload
+
+    seen = Recorder(app)
+    async with app, running(app.worker()) as worker:
+        for outage in range(outages):
+            keys = [f"{outage}-{number}" for number in range(jobs)]
+            with psycopg.connect(server.dsn) as connection:  # (the app's pool may still have connections to the old server)
+                app.sync.enqueue_many("work", [NewJob(number, key, "r") for number, key in enumerate(keys)], conn=connection)
+            await handlers.until(inside=jobs)
+            await anyio.to_thread.run_sync(server.stop)
+            await handlers.until(inside=0)  # the local guard stops them all
+            with anyio.move_on_after(longer):
+                await anyio.sleep_forever()
+            assert worker.status()["work"].lifecycle == "retrying"
+            await anyio.to_thread.run_sync(server.start)
+            back_at = time.monotonic()
+            await handlers.until(inside=jobs)
+            print(f"back after {time.monotonic() - back_at:.2f} s")
+            handlers.let_go()
+            await seen.wait(lambda outage=outage: len(seen.of(JobSettled)) == jobs * (outage + 1))
+        assert worker.status()["work"].succeeded == jobs * outages
+    assert len(seen.of(JobLost)) == jobs * outages
+    for runs in handlers.runs.values():
+        (_, first_end), (second_begin, _) = runs
+        assert first_end < second_begin
+    check_log(server.dsn, jobs * outages)
+
+
+@pytest.mark.field("L16")
+@pytest.mark.ruling("1.9", "4.9")
+async def test_an_outage_longer_than_the_leases(own_server: EmbeddedPostgres) -> None:
+    await go_through_outages(own_server, jobs=30, outages=2, longer=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.field("L16")
+@pytest.mark.ruling("4.9")
+async def test_six_outages_of_three_leases_with_200_jobs(own_server: EmbeddedPostgres) -> None:
+    await go_through_outages(own_server, jobs=200, outages=6, longer=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.field("L16")
+async def test_45_seconds_without_a_server(own_server: EmbeddedPostgres) -> None:
+    await go_through_outages(own_server, jobs=20, outages=1, longer=44)
+
+
+@pytest.mark.contract("X8")
+@pytest.mark.field("L16")
+@pytest.mark.ruling("1.18")
+async def test_what_ends_during_an_outage_shorter_than_its_lease_is_written_afterwards(
+    own_server: EmbeddedPostgres,
+) -> None:
+    handlers = Handlers()
+    app = App(own_server.dsn)
+
+    @app.kind("work", concurrency=20, poll=0.2, lease=Lease.renew(timedelta(seconds=20), timedelta(seconds=0.2)))
+    async def work(job: Job[int]) -> int:
+        await handlers.pass_through(job.key)
+        return job.payload
+
+    seen = Recorder(app)
+    async with app, running(app.worker()):
+        await app.enqueue_many("work", [NewJob(number, f"k{number}", "r") for number in range(20)])
+        await handlers.until(inside=20)
+        await anyio.to_thread.run_sync(own_server.stop)
+        handlers.let_go()
+        await seen.wait(lambda: "queue_complete_failed" in {each.code for each in seen.of(RunnerTrouble)})
+        await anyio.to_thread.run_sync(own_server.start)
+        await seen.wait(lambda: len(seen.of(JobSettled)) == 20)
+    assert {key: len(runs) for key, runs in handlers.runs.items()} == {f"k{number}": 1 for number in range(20)}
+    assert not seen.of(JobLost)
+    check_log(own_server.dsn, 20)
+
+
+@pytest.mark.field("L10")
+async def test_a_killed_listener_hears_again(app: App, admin: Admin) -> None:
+    @app.kind("work", poll=30.0)  # so it is not the poll that finds the job
+    async def work(job: Job[int]) -> None: ...
+
+    seen = Recorder(app)
+    async with running(app.worker()):
+        await app.enqueue("work", 0)
+        await seen.wait(lambda: len(seen.of(JobSettled)) == 1)
+        first = await _listener(admin, other_than=None)
+        admin.execute("select pg_terminate_backend(%s)", [first])
+        await _listener(admin, other_than=first)
+        await app.enqueue("work", 1)
+        await seen.wait(lambda: len(seen.of(JobSettled)) == 2, within=5)
+
+
+async def _listener(admin: Admin, *, other_than: int | None) -> int:
+    """The server's process that listens, once there is one."""
+    with anyio.fail_after(10):
+        while True:
+            found = admin.execute(
+                "select pid from pg_stat_activity where application_name = 'pgworker listen' and state = 'idle'"
+                " and datname = current_database() and query <> '' and pid is distinct from %s",
+                [other_than],
+            ).fetchone()
+            if found is not None:
+                return int(found[0])
+            await anyio.sleep(0.01)
