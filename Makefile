@@ -1,7 +1,7 @@
 # Needs make, Python 3.11+ with venv, glibc and a package index. Nothing is installed outside .venv* and the user's cache.
 PYTHON ?= python3
 FOLDER ?=
-WORKERS ?= $(shell nproc)
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 VENV ?= .venv
 BIN = $(VENV)/bin
 
@@ -42,10 +42,10 @@ check-pyright:
 check-unit:
 	@$(BIN)/python -m pytest -q tests/unit
 
-test: check ## All of check, then the whole quick suite and its legs on other servers: under 4 minutes
+test: check ## All of check, then the whole quick suite, and once more on a hostile database: under 4 minutes
 	@.ci/legs.sh test
 
-test-all: check ## PostgreSQL 14 to 18, Python 3.11 to 3.13, and the slow tests
+test-all: check ## PostgreSQL 14 to 18, Python 3.11 to 3.13, containers, and the slow tests
 	@.ci/legs.sh all
 
 soak: $(VENV)/.dev ## The tests that take minutes or gigabytes

@@ -115,6 +115,10 @@ begin
         raise exception 'pgworker: urgency must be fresh or catch_up' using errcode = 'invalid_parameter_value';
     elsif coalesce(enqueue.if_pending, '') not in ('replace', 'keep') then
         raise exception 'pgworker: if_pending must be replace or keep' using errcode = 'invalid_parameter_value';
+    elsif enqueue.priority not between -32767 and 32767 then
+        raise exception 'pgworker: priority must be -32767 to 32767' using errcode = 'invalid_parameter_value';
+    elsif enqueue.delay < '0' or not isfinite(enqueue.delay) then
+        raise exception 'pgworker: delay must not be negative or infinite' using errcode = 'invalid_parameter_value';
     end if;
 
     want.kind := enqueue.kind;
@@ -139,7 +143,7 @@ begin
         end if;
 
         insert into {schema}.jobs as j (kind, key, revision, class, priority, ready_at, payload)
-        values (want.kind, want.key, want.revision, want.class, enqueue.priority,
+        values (want.kind, want.key, want.revision, want.class, coalesce(enqueue.priority, 0),
                 clock_timestamp() + coalesce(enqueue.delay, '0'), coalesce(enqueue.payload, 'null'))
         on conflict (kind, key) do update set
             revision = excluded.revision, generation = j.generation + 1, payload = excluded.payload, version = 1,

@@ -18,10 +18,10 @@ from psycopg.pq import ConnStatus, TransactionStatus
 from pgworker.client import put_jobs
 from pgworker.config import Settings
 from pgworker.db import (
-    AsyncConnection,
+    AnyAsyncConnection,
+    AnySyncConnection,
     Database,
     Flow,
-    SyncConnection,
     SyncDatabase,
     drive,
     drive_sync,
@@ -166,12 +166,13 @@ class App:
         urgency: Urgency = "fresh",
         max_attempts: int | None = None,
         if_pending: IfPending = "replace",
-        conn: AsyncConnection | None = None,
+        conn: AnyAsyncConnection | None = None,
     ) -> Enqueued:
         """Enqueue one job: in a transaction of its own, or in that of `conn`, a psycopg.AsyncConnection.
 
-        Raises PayloadError or ConfigError before anything is sent, UnknownKind, and psycopg.Error as it comes. Locks
-        the job's row, if it changes, until the transaction ends. When cancelled, the job may have been enqueued or not.
+        Raises PayloadError, ConfigError or UnknownKind before anything is sent, then psycopg.Error as it comes, and
+        TimeoutError when there is no answer. Locks the job's row, if it changes, until the transaction ends. When
+        cancelled, the job may have been enqueued or not.
         """
         job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
         return (await self.enqueue_many(kind, [job], if_pending=if_pending, conn=conn))[0]
@@ -182,7 +183,7 @@ class App:
         jobs: Sequence[NewJob],
         *,
         if_pending: IfPending = "replace",
-        conn: AsyncConnection | None = None,
+        conn: AnyAsyncConnection | None = None,
     ) -> list[Enqueued]:
         """Enqueue jobs of one kind, all or none, in one statement; the answers are in the order of the jobs."""
         flow = put_jobs(self.settings.tables, self._registry.known(kind), jobs, if_pending=if_pending)
@@ -260,7 +261,7 @@ class SyncApp:
         urgency: Urgency = "fresh",
         max_attempts: int | None = None,
         if_pending: IfPending = "replace",
-        conn: SyncConnection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> Enqueued:
         """As App.enqueue; `conn` is a psycopg.Connection."""
         job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
@@ -272,7 +273,7 @@ class SyncApp:
         jobs: Sequence[NewJob],
         *,
         if_pending: IfPending = "replace",
-        conn: SyncConnection | None = None,
+        conn: AnySyncConnection | None = None,
     ) -> list[Enqueued]:
         """As App.enqueue_many."""
         flow = put_jobs(self._registry.settings.tables, self._registry.known(kind), jobs, if_pending=if_pending)
@@ -317,7 +318,7 @@ def _check_connection(conn: object, wanted: type[object], other_door: str) -> No
         hint = f"; use {other_door} for it" if issubclass(given, (psycopg.Connection, psycopg.AsyncConnection)) else ""
         msg = f"conn must be a psycopg.{wanted.__name__} here, got {given.__module__}.{given.__name__}{hint}"
         raise TypeError(msg)
-    info = cast("AsyncConnection | SyncConnection", conn).info
+    info = cast("AnyAsyncConnection | AnySyncConnection", conn).info
     if info.status != ConnStatus.OK:
         msg = "this connection is closed"
         raise PgworkerError(msg)

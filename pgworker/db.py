@@ -21,6 +21,9 @@ from pgworker.statements import Row, Statement
 T = TypeVar("T")
 AsyncConnection: TypeAlias = psycopg.AsyncConnection[tuple[object, ...]]
 SyncConnection: TypeAlias = psycopg.Connection[tuple[object, ...]]
+AnyAsyncConnection: TypeAlias = psycopg.AsyncConnection[object]
+"""A caller's: whatever rows it makes, ours are tuples."""
+AnySyncConnection: TypeAlias = psycopg.Connection[object]
 
 SESSION = """
 set default_transaction_isolation = 'read committed';
@@ -31,6 +34,7 @@ set enable_seqscan = off;
 set enable_bitmapscan = off;
 set enable_sort = off;
 set log_parameter_max_length_on_error = 0;
+do $$ begin set log_error_verbosity = terse; exception when insufficient_privilege then null; end $$;
 set client_min_messages = warning;
 set statement_timeout = {timeout_ms};
 set idle_in_transaction_session_timeout = {timeout_ms}
@@ -38,7 +42,9 @@ set idle_in_transaction_session_timeout = {timeout_ms}
 """What every session of the runtime says for itself, whatever the role's or the database's defaults are.
 
 The fences rely on READ COMMITTED. Row security fails loudly instead of hiding rows. The planner settings pin the walk
-along jobs_ready on tables whose statistics are young or missing. Values never reach the server's log.
+along jobs_ready on tables whose statistics are young or missing. Parameters never reach the server's log; nor do rows
+that a constraint refuses, which Postgres quotes in an error's details, if the role may be terse there: a superuser, a
+role with SET on log_error_verbosity (PostgreSQL 15), or one that was given the setting by ALTER ROLE.
 """
 
 _SERVER_MARGIN = timedelta(milliseconds=500)  # the server gives up first, so that it frees the locks as well
@@ -76,7 +82,7 @@ def _pause_after_conflict(tried: int) -> float:
     return random.uniform(0.005, 0.02) * float(2**tried)  # noqa: S311 - spreads retries, guards nothing
 
 
-async def send(connection: AsyncConnection, statement: Statement[T]) -> T:
+async def send(connection: AnyAsyncConnection, statement: Statement[T]) -> T:
     """Run a statement on this connection, whatever its cursor and row factories are; nothing is committed here."""
     async with psycopg.AsyncCursor(connection, row_factory=tuple_row) as cursor:
         await cursor.execute(statement.sql, statement.parameters)
@@ -85,7 +91,7 @@ async def send(connection: AsyncConnection, statement: Statement[T]) -> T:
     return statement.read(cast("list[Row]", rows))
 
 
-def send_sync(connection: SyncConnection, statement: Statement[T]) -> T:
+def send_sync(connection: AnySyncConnection, statement: Statement[T]) -> T:
     """As send, for a synchronous connection."""
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
         cursor.execute(statement.sql, statement.parameters)
@@ -113,7 +119,7 @@ class Database:
             timeout=deadline.total_seconds(),
             configure=self._configure,
             name=f"pgworker {role}",
-            reconnect_timeout=30,
+            reconnect_timeout=deadline.total_seconds(),  # the longer, the farther apart are its last tries
         )
 
     async def _configure(self, connection: AsyncConnection) -> None:
@@ -181,7 +187,7 @@ class SyncDatabase:
             timeout=deadline.total_seconds(),
             configure=self._configure,
             name=f"pgworker {role}",
-            reconnect_timeout=30,
+            reconnect_timeout=deadline.total_seconds(),  # the longer, the farther apart are its last tries
         )
 
     def _configure(self, connection: SyncConnection) -> None:

@@ -7,16 +7,14 @@ never travels in a transaction that matters. A lost hint costs one poll, never a
 from __future__ import annotations
 
 import atexit
-import heapq
 import logging
 import os
 import random
 import threading
 import weakref
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from time import monotonic
-from typing import LiteralString, TypeVar
+from typing import TypeAlias
 
 import psycopg
 from psycopg.conninfo import make_conninfo
@@ -24,174 +22,101 @@ from psycopg.rows import TupleRow
 
 _log = logging.getLogger(__name__)
 
+Hint: TypeAlias = tuple[str, str | None]
+"""A payload, and the id of the transaction that must have committed, if there is one."""
+
 FIRST_ASK_SECONDS = 0.002
-ASK_GROWTH = 1.5
 LONGEST_ASK_SECONDS = 1.0
 ASK_FOR_SECONDS = 60.0
-ASK_BATCH = 1_000
 _IDLE_SECONDS = 60.0  # then the connection is given back; the next hint opens one
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 5.0
+_PAUSE_SECONDS = 1.0  # as long as a poll takes
 _NEVER = float("-inf")
 
-_Entry = TypeVar("_Entry")
-
+# An id from the snapshot's end on had not ended, or is another server's, for which pg_xact_status would raise an error.
 # No hint is worth waiting for the disk or a standby. The setting is local to the statement: behind a transaction pooler
 # a SET would turn off durability for a stranger.
-_SEND = (
-    "select pg_catalog.set_config('synchronous_commit', 'off', true), pg_catalog.pg_notify(%s, hint.payload) "
-    "from pg_catalog.unnest(%s::pg_catalog.text[]) as hint(payload)"
-)
-_ASK = (
-    "select asked.id, pg_catalog.pg_xact_status(asked.id::pg_catalog.xid8) "
-    "from pg_catalog.unnest(%s::pg_catalog.text[]) as asked(id)"
-)
-
-
-@dataclass(slots=True)
-class _Question:
-    """What to tell once a transaction has committed, and when to ask for it next."""
-
-    ask_at: float
-    delay: float
-    give_up_at: float
-    payloads: set[str] = field(default_factory=set[str])
+_SEND = """
+select payload, id, status, pg_catalog.set_config('synchronous_commit', 'off', true),
+       case when status operator(pg_catalog.=) 'committed' then pg_catalog.pg_notify(%s, payload) end
+from (select payload, id, case
+          when id is null then 'committed'
+          when id::pg_catalog.xid8 operator(pg_catalog.>=)
+               pg_catalog.pg_snapshot_xmax(pg_catalog.pg_current_snapshot()) then 'in progress'
+          else pg_catalog.pg_xact_status(id::pg_catalog.xid8)
+      end as status
+      from rows from (pg_catalog.unnest(%s::pg_catalog.text[]), pg_catalog.unnest(%s::pg_catalog.text[]))
+           as hint(payload, id) offset 0) as known"""
 
 
 class Outbox:
-    """Which hints are due and which transactions to ask about: decisions only, no clock, no I/O, no locking.
+    """Which hints are due: decisions only, no clock, no I/O, no locking.
 
-    The first hint with a payload is due at once; those that follow within `spacing` become one, due at its end. At most
-    `limit` hints and `limit` transactions are remembered; beyond that the oldest is forgotten.
+    The first hint with a payload is due at once, the next one `spacing` after it was sent; those in between become one.
+    A hint that waits for a transaction comes up ever less often, for a minute: then the poll has to find the job. At
+    most `limit` are remembered; beyond that the oldest is forgotten.
     """
 
     def __init__(self, *, spacing: float, limit: int = 10_000) -> None:
         self._spacing = spacing
         self._limit = limit
-        self._due: dict[str, float] = {}
+        self._waiting: dict[Hint, tuple[float, float]] = {}  # since when, and the next turn
         self._sent: dict[str, float] = {}
-        self._questions: dict[str, _Question] = {}
-        self._schedule: list[tuple[float, str]] = []  # a heap; an entry that its question does not confirm is stale
-        self._ask_not_before = _NEVER
 
-    def hint(self, payload: str, *, now: float) -> bool:
-        """Take up a hint; False if an equal one is waiting already."""
-        if payload in self._due:
-            return False
-        self._make_room(self._due)
-        self._due[payload] = max(now, self._sent.get(payload, _NEVER) + self._spacing)
-        return True
-
-    def hint_once_committed(self, payload: str, transaction: str, *, now: float) -> bool:
-        """Take up a hint that is void unless this transaction commits; False if it is being asked about already."""
-        question = self._questions.get(transaction)
-        if question is not None:
-            question.payloads.add(payload)
-            return False
-        self._make_room(self._questions)
-        question = _Question(now + FIRST_ASK_SECONDS, FIRST_ASK_SECONDS, now + ASK_FOR_SECONDS, {payload})
-        self._questions[transaction] = question
-        heapq.heappush(self._schedule, (question.ask_at, transaction))
-        return True
+    def add(self, hint: Hint, *, now: float) -> float:
+        """Take up a hint, unless it waits already, and say when it is due."""
+        if hint not in self._waiting:
+            if len(self._waiting) >= self._limit:
+                del self._waiting[next(iter(self._waiting))]
+            self._waiting[hint] = now, now if hint[1] is None else now + FIRST_ASK_SECONDS
+        return self._due_at(hint)
 
     def next_at(self) -> float | None:
-        """When there is something to send or to ask; None when nothing waits."""
-        times = [min(self._due.values())] if self._due else []
-        self._drop_stale()
-        if self._schedule:
-            times.append(max(self._schedule[0][0], self._ask_not_before))
-        return min(times, default=None)
+        """When there is something to send; None when nothing waits."""
+        return min(map(self._due_at, self._waiting), default=None)
 
-    def take_hints(self, now: float, *, everything: bool = False) -> list[str]:
-        """Remove and return the payloads that are due, counting them as sent now."""
-        payloads = [payload for payload, at in self._due.items() if everything or at <= now]
-        self._sent = {payload: at for payload, at in self._sent.items() if at + self._spacing > now}
-        for payload in payloads:
-            del self._due[payload]
-            self._sent[payload] = now
-        return payloads
+    def take(self, now: float, *, everything: bool = False) -> dict[Hint, float]:
+        """Remove and return the hints that are due, and since when each has waited."""
+        due = {hint: since for hint, (since, _) in self._waiting.items() if everything or self._due_at(hint) <= now}
+        for hint in due:
+            del self._waiting[hint]
+        return due
 
-    def take_questions(self, now: float, *, everything: bool = False) -> list[str]:
-        """Transactions to ask about now, each put off to its next turn, which comes later every time."""
-        if now < self._ask_not_before and not everything:
-            return []
-        due: list[str] = []
-        while self._question_is_due(now, everything=everything) and len(due) < ASK_BATCH:
-            due.append(heapq.heappop(self._schedule)[1])
-        transactions = [transaction for transaction in due if self._put_off(transaction, now)]
-        if transactions:
-            self._ask_not_before = now + FIRST_ASK_SECONDS
-        return transactions
+    def answer(self, taken: Mapping[Hint, float], statuses: Iterable[tuple[Hint, str | None]], *, now: float) -> None:
+        """Note what the server said of them: committed and so sent, in progress, or (anything else) void."""
+        for hint, status in statuses:
+            waited = now - taken[hint]
+            if status == "committed":
+                self._sent[hint[0]] = now
+            elif status == "in progress" and waited < ASK_FOR_SECONDS:
+                pause = min(max(FIRST_ASK_SECONDS, waited / 2), LONGEST_ASK_SECONDS)
+                self._waiting[hint] = taken[hint], now + pause
 
-    def answer(self, transaction: str, status: str | None, *, now: float) -> None:
-        """What the server said: committed makes the hints due, in progress changes nothing, all else voids them."""
-        if status == "in progress":
-            return
-        question = self._questions.pop(transaction, None)
-        if question is not None and status == "committed":
-            for payload in question.payloads:
-                self.hint(payload, now=now)
-
-    def forget(self, transactions: list[str]) -> None:
-        """Drop these questions: the server cannot answer them."""
-        for transaction in transactions:
-            self._questions.pop(transaction, None)
-
-    def _question_is_due(self, now: float, *, everything: bool) -> bool:
-        self._drop_stale()
-        return bool(self._schedule) and (everything or self._schedule[0][0] <= now)
-
-    def _put_off(self, transaction: str, now: float) -> bool:
-        """Schedule the next turn, later each time; False when its time is over: then the poll has to find the job."""
-        question = self._questions[transaction]
-        if now >= question.give_up_at:
-            del self._questions[transaction]
-            return False
-        question.delay = min(question.delay * ASK_GROWTH, LONGEST_ASK_SECONDS)
-        question.ask_at = now + question.delay
-        heapq.heappush(self._schedule, (question.ask_at, transaction))
-        return True
-
-    def _drop_stale(self) -> None:
-        while self._schedule:
-            at, transaction = self._schedule[0]
-            question = self._questions.get(transaction)
-            if question is not None and question.ask_at == at:
-                return
-            heapq.heappop(self._schedule)
-
-    def _make_room(self, entries: dict[str, _Entry]) -> None:
-        if len(entries) >= self._limit:
-            del entries[next(iter(entries))]
+    def _due_at(self, hint: Hint) -> float:
+        return max(self._waiting[hint][1], self._sent.get(hint[0], _NEVER) + self._spacing)
 
 
 class _Sender:
     """The thread of one process, its connection (touched by no other thread) and its outbox (guarded by `_changed`)."""
 
     def __init__(self, conninfo: str, *, channel: str, spacing: float) -> None:
-        self.pid = os.getpid()
         self._conninfo = conninfo
         self._channel = channel
         self._outbox = Outbox(spacing=spacing)
         self._changed = threading.Condition()  # re-entrant, so that a signal handler may enqueue
         self._thread: threading.Thread | None = None
+        self._wakes_at = _NEVER
         self._closing = False
         self._connection: psycopg.Connection[TupleRow] | None = None
         self._quiet_until = _NEVER
-        self._pause = _FIRST_PAUSE_SECONDS
         self._troubled = False
 
-    def tell(self, payload: str, transaction: str | None) -> None:
+    def tell(self, hint: Hint) -> None:
         """Take up a hint and see to it that the thread runs; never waits for the database."""
         with self._changed:
-            now = monotonic()
-            if transaction is None:
-                new = self._outbox.hint(payload, now=now)
-            else:
-                new = self._outbox.hint_once_committed(payload, transaction, now=now)
+            due_at = self._outbox.add(hint, now=monotonic())
             if self._thread is None or not self._thread.is_alive():
                 self._start()
-            elif new:
+            elif max(due_at, self._quiet_until) < self._wakes_at:
                 self._changed.notify()
 
     def close(self, timeout: float) -> None:
@@ -209,84 +134,65 @@ class _Sender:
             thread.start()
         except RuntimeError:  # no more threads allowed, or the interpreter is ending: the poll has to find the jobs
             self._complain("no thread")
-            return
-        self._thread = thread
-        _open_senders.add(self)
+        else:
+            self._thread = thread
 
     def _run(self) -> None:
+        closing = False
         try:
-            while not self._closing:
-                self._sleep()
-                self._work()
-            self._work(everything=True)
+            while not closing:
+                closing = self._rest()
+                self._send_due(everything=closing)
         finally:
             self._disconnect()
 
-    def _sleep(self) -> None:
-        """Until something is due, the state has changed, or the connection has been idle for long enough."""
+    def _rest(self) -> bool:
+        """Wait until something is due; True when it is time to close. A connection long out of use is given back."""
         with self._changed:
             at = self._outbox.next_at()
-            if at is None:
-                seconds = _IDLE_SECONDS if self._connection is not None else None
-            else:
-                seconds = max(at, self._quiet_until) - monotonic()
-            if self._closing or (seconds is not None and seconds <= 0):
-                return
-            changed = self._changed.wait(seconds)
-        if at is None and not changed:
-            self._disconnect()
+            if not self._closing:
+                self._wakes_at = float("inf") if at is None else max(at, self._quiet_until)
+                idle = None if self._connection is None else _IDLE_SECONDS
+                changed = self._changed.wait(idle if at is None else max(0.0, self._wakes_at - monotonic()))
+                self._wakes_at = _NEVER
+                if at is None and not changed:
+                    self._disconnect()
+            return self._closing
 
-    def _work(self, *, everything: bool = False) -> None:
-        """Ask and send what is due; in trouble what was taken is dropped, and the server left alone for a while."""
+    def _send_due(self, *, everything: bool) -> None:
+        """Send what is due; in trouble what was taken is dropped, and the server left alone for a while."""
         if monotonic() < self._quiet_until:
             return
+        with self._changed:
+            taken = self._outbox.take(monotonic(), everything=everything)
+        if not taken:
+            return
         try:
-            worked = self._ask(everything=everything) | self._send(everything=everything)
+            rows = self._execute((self._channel, [payload for payload, _ in taken], [id_ for _, id_ in taken]))
         except (psycopg.Error, OSError) as error:
             # Class and code only: the text of a database error may quote the connection string or values.
             code = error.sqlstate if isinstance(error, psycopg.Error) else None
             self._complain(f"{type(error).__name__} {code}")
             self._disconnect()
-            self._quiet_until = monotonic() + self._pause * random.uniform(0.5, 1.0)  # noqa: S311 - guards nothing
-            self._pause = min(self._pause * 2, _LONGEST_PAUSE_SECONDS)
+            self._quiet_until = monotonic() + _PAUSE_SECONDS * random.uniform(0.5, 1.0)  # noqa: S311 - guards nothing
             return
-        if worked:
-            self._recover()
-
-    def _ask(self, *, everything: bool) -> bool:
         with self._changed:
-            transactions = self._outbox.take_questions(monotonic(), everything=everything)
-        if not transactions:
-            return False
-        try:
-            rows = self._execute(_ASK, (transactions,))
-        except psycopg.DataError:  # an id that this server has never given out: it belongs to another one
-            with self._changed:
-                self._outbox.forget(transactions)
-            raise
-        with self._changed:
-            for transaction, status in rows:
-                self._outbox.answer(transaction, status, now=monotonic())
-        return True
+            self._outbox.answer(taken, ((row[:2], row[2]) for row in rows), now=monotonic())
+        if self._troubled:
+            self._troubled = False
+            _log.info("hints are sent again")
 
-    def _send(self, *, everything: bool) -> bool:
-        with self._changed:
-            payloads = self._outbox.take_hints(monotonic(), everything=everything)
-        if payloads:
-            self._execute(_SEND, (self._channel, payloads))
-        return bool(payloads)
-
-    def _execute(self, statement: LiteralString, arguments: tuple[object, ...]) -> list[TupleRow]:
-        """Run a statement; a connection that broke while nobody used it is replaced once, on the spot."""
+    def _execute(self, arguments: tuple[object, ...]) -> list[TupleRow]:
+        """Run the statement; a connection that broke while nobody used it is replaced once, on the spot."""
         if self._connection is not None:
             try:
-                return self._connection.execute(statement, arguments).fetchall()
+                return self._connection.execute(_SEND, arguments).fetchall()
             except psycopg.OperationalError:
                 if not self._connection.broken:
                     raise
                 self._disconnect()
         self._connection = psycopg.connect(self._conninfo, autocommit=True, prepare_threshold=None)
-        return self._connection.execute(statement, arguments).fetchall()
+        return self._connection.execute(_SEND, arguments).fetchall()
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -298,15 +204,6 @@ class _Sender:
         if not self._troubled:
             self._troubled = True
             _log.warning("hints cannot be sent error=%s; workers find jobs by polling meanwhile", what)
-
-    def _recover(self) -> None:
-        self._pause = _FIRST_PAUSE_SECONDS
-        if self._troubled:
-            self._troubled = False
-            _log.info("hints are sent again")
-
-
-_open_senders: weakref.WeakSet[_Sender] = weakref.WeakSet()
 
 
 class Hints:
@@ -325,6 +222,7 @@ class Hints:
         self._senders: dict[int, _Sender] = {}
         # A forgotten object must not leave its thread behind; waiting for it is not for a garbage collector, though.
         weakref.finalize(self, _close_own, self._senders, 0.0).atexit = False
+        atexit.register(_close_own, self._senders, 1.0)
 
     def ready(self, kind: str, *, transaction: str | None = None) -> None:
         """Jobs of this kind are ready.
@@ -333,23 +231,16 @@ class Hints:
         has committed and dropped if it is rolled back. The id is the whole transaction's, so work that was undone by a
         savepoint alone still gives a hint, which costs one empty claim.
         """
-        self._tell(f"r:{kind}", transaction)
-
-    def control(self, kind: str, *, transaction: str | None = None) -> None:
-        """Whoever runs jobs of this kind should verify its leases; `transaction` as for `ready`."""
-        self._tell(f"c:{kind}", transaction)
-
-    def close(self, timeout: float = 1.0) -> None:
-        """Send what is due and end the thread, waiting at most so long; a later hint starts anew."""
-        _close_own(self._senders, timeout)
-
-    def _tell(self, payload: str, transaction: str | None) -> None:
         pid = os.getpid()
         sender = self._senders.get(pid)
         if sender is None:  # setdefault, so that no lock of ours can be held by another thread at a fork
             new = _Sender(self._conninfo, channel=self._channel, spacing=self._spacing)
             sender = self._senders.setdefault(pid, new)
-        sender.tell(payload, transaction)
+        sender.tell((f"r:{kind}", transaction))
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Send what is due and end the thread, waiting at most so long; a later hint starts anew."""
+        _close_own(self._senders, timeout)
 
 
 def _close_own(senders: dict[int, _Sender], timeout: float) -> None:
@@ -357,10 +248,3 @@ def _close_own(senders: dict[int, _Sender], timeout: float) -> None:
     sender = senders.pop(os.getpid(), None)
     if sender is not None:
         sender.close(timeout)
-
-
-@atexit.register
-def _close_at_exit() -> None:
-    for sender in list(_open_senders):
-        if sender.pid == os.getpid():
-            sender.close(1.0)

@@ -1,7 +1,7 @@
 """The LISTEN side: one connection a process whose notifications wake the runners; the poll finds whatever it misses.
 
-Payloads on the channel: `r:KIND` jobs of the kind are ready, `c:KIND` a cancel, new revision or pause concerns it,
-`d:KIND` results (nobody here waits for those), `p:...` a listener's question to itself. Anything else pokes everyone.
+Payloads on the channel: `r:KIND` jobs of the kind are ready, `p:...` a listener's question to itself, `c:KIND` control
+and `d:KIND` results (nobody here waits for those two). Anything else pokes everyone.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import random
 import secrets
 import traceback
 from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
 from typing import TypeAlias
 
 import anyio
@@ -71,7 +71,6 @@ class Listener:
     """Holds the LISTEN connection of a process, proves that it hears, and calls the subscribers.
 
     `connect_kwargs` are libpq keywords and win over those in `conninfo`; keepalives and tcp_user_timeout belong there.
-    `reconnects` counts how often it has listened anew after the first time.
     """
 
     def __init__(
@@ -85,44 +84,28 @@ class Listener:
         first_delay: float = 0.1,
         max_delay: float = 2.0,
     ) -> None:
-        self.reconnects = 0
         self._conninfo = make_conninfo(conninfo, **{name: str(value) for name, value in connect_kwargs.items()})
         self._channel = channel
         self._probe_interval = probe_interval
         self._probe_timeout = probe_timeout
         self._first_delay = first_delay
         self._max_delay = max_delay
-        self._ready: dict[str, list[_Callback]] = {}
-        self._control: dict[str, list[_Callback]] = {}
-        self._healthy = False
+        self._wakes: dict[str, list[_Callback]] = {}
         self._probe = ""
-        self._sessions = 0
         self._delay = first_delay
         self._told: set[str] = set()
 
-    @property
-    def healthy(self) -> bool:
-        """Whether the last probe came back: a reason to poll less often, never one to stop polling."""
-        return self._healthy
-
     def subscribe(self, kind: str, wake: Callable[[], None]) -> None:
         """Call `wake` in the loop's thread when jobs of the kind are ready, and when hints may have been missed."""
-        self._ready.setdefault(kind, []).append(wake)
-
-    def subscribe_control(self, kind: str, wake: Callable[[], None]) -> None:
-        """Call `wake` when holders of such jobs should verify their leases, and when hints may have been missed."""
-        self._control.setdefault(kind, []).append(wake)
+        self._wakes.setdefault(kind, []).append(wake)
 
     async def run(self) -> None:
         """Listen until cancelled, which closes the connection; an outage is logged once and outwaited, never raised."""
-        try:
-            while True:
-                longest = await self._session_until_lost()
-                pause = min(self._delay, longest)
-                self._delay = pause * 2
-                await anyio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads reconnects, guards nothing
-        finally:
-            self._healthy = False
+        while True:
+            longest = await self._session_until_lost()
+            pause = min(self._delay, longest)
+            self._delay = pause * 2
+            await anyio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311 - spreads reconnects, guards nothing
 
     async def _session_until_lost(self) -> float:
         """One connection's life; returns the longest pause that makes sense before the next."""
@@ -148,7 +131,6 @@ class Listener:
                 "LISTEN connection lost or refused error=%s sqlstate=%s; polling goes on, trying again",
                 type(error).__name__, code,
             )  # fmt: skip
-        self._lose()
         return longest
 
     async def _session(self) -> None:
@@ -156,10 +138,13 @@ class Listener:
         async with self._connect() as connection:
             through_pooler = await self._listen(connection)
             try:
-                self._sessions += 1
-                self.reconnects = self._sessions - 1
                 self._poke_all()  # what was committed before LISTEN took effect was not heard
-                await self._receive_and_probe(connection, through_pooler=through_pooler)
+                while True:
+                    await self._send_probe(connection, through_pooler=through_pooler)
+                    await self._receive(connection, self._probe_timeout)
+                    if self._probe:
+                        raise _CannotHearError
+                    await self._receive(connection, max(0.0, self._probe_interval - self._probe_timeout))
             finally:
                 if through_pooler:
                     await self._unlisten(connection)
@@ -190,14 +175,6 @@ class Listener:
             cursor = await connection.execute("select pg_catalog.pg_backend_pid()")
             return await cursor.fetchone() != (connection.info.backend_pid,)
 
-    async def _receive_and_probe(self, connection: _Connection, *, through_pooler: bool) -> None:
-        while True:
-            await self._send_probe(connection, through_pooler=through_pooler)
-            await self._receive(connection, self._probe_timeout)
-            if self._probe:
-                raise _CannotHearError
-            await self._receive(connection, max(0.0, self._probe_interval - self._probe_timeout))
-
     async def _send_probe(self, connection: _Connection, *, through_pooler: bool) -> None:
         """Notify ourselves with a fresh random text.
 
@@ -205,15 +182,9 @@ class Listener:
         from this very connection, and nothing else. So behind any pooler the probe comes from another connection.
         """
         self._probe = f"p:{secrets.token_hex(8)}"
-        if through_pooler:
-            async with self._connect() as other:
-                await self._notify(other, self._probe)
-        else:
-            await self._notify(connection, self._probe)
-
-    async def _notify(self, connection: _Connection, payload: str) -> None:
-        with anyio.fail_after(self._probe_timeout):
-            await connection.execute(_NOTIFY, (self._channel, payload))
+        async with self._connect() if through_pooler else nullcontext(connection) as sender:
+            with anyio.fail_after(self._probe_timeout):
+                await sender.execute(_NOTIFY, (self._channel, self._probe))
 
     async def _receive(self, connection: _Connection, seconds: float) -> None:
         """Hand out notifications for so long; raises as soon as the connection breaks."""
@@ -233,12 +204,10 @@ class Listener:
         prefix, _, name = payload.partition(":")
         match prefix:
             case "r":
-                _call(self._ready.get(name, []))
-            case "c":
-                _call(self._control.get(name, []))
+                _call(self._wakes.get(name, []))
             case "p":
                 self._hear_probe(payload)
-            case "d":
+            case "c" | "d":
                 pass
             case _:
                 self._poke_all()
@@ -247,20 +216,13 @@ class Listener:
         if payload != self._probe:
             return  # another process's
         self._probe = ""
-        self._healthy = True
         self._delay = self._first_delay
         if self._told:
             self._told.clear()
             _log.info("notifications arrive again channel=%s", self._channel)
 
-    def _lose(self) -> None:
-        """Hints may get lost from now on: whoever sleeps long because of `healthy` must look again."""
-        if self._healthy:
-            self._healthy = False
-            self._poke_all()
-
     def _poke_all(self) -> None:
-        for callbacks in (*self._ready.values(), *self._control.values()):
+        for callbacks in self._wakes.values():
             _call(callbacks)
 
     def _tell_once(self, trouble: str, message: str, *arguments: object) -> None:

@@ -91,6 +91,7 @@ class Runner:
         self._released_at: float | None = None
         self._slot_freed = anyio.Event()
         self._attempts: dict[Attempt, int] = {}
+        self._last_chance: Attempt | None = None
 
     # --- stop -------------------------------------------------------------------------------------------------------
 
@@ -217,7 +218,24 @@ class Runner:
         if self._stopping.is_set():
             await self._give_back(taken.claims)
             return None
-        return taken
+        return await self._set_apart(taken)
+
+    async def _set_apart(self, taken: Taken) -> Taken:
+        """Of jobs that end with the next lost worker, keep one at a time; the others wait for a poll.
+
+        What kills its worker takes along what runs beside it. Without this those would end, too, run for run.
+        """
+        surplus = [claim for claim in taken.claims if self._is_on_last_chance(claim)]
+        if self._last_chance is None:
+            surplus = surplus[1:]
+        if not surplus:
+            return taken
+        await self._give_back(surplus, delay_seconds=self.kind.policy.poll.total_seconds())
+        return taken._replace(claims=[claim for claim in taken.claims if claim not in surplus])
+
+    def _is_on_last_chance(self, claim: Claim) -> bool:
+        limit = self.kind.policy.max_evictions
+        return limit is not None and 0 < claim.evictions >= limit - 1
 
     async def _wait_for_work(self, taken: Taken | None) -> None:
         """Until a hint comes, the poll is due, or a job that the survey saw in the future is."""
@@ -233,17 +251,17 @@ class Runner:
             await self._slot_freed.wait()
         return free
 
-    async def _give_back(self, claims: Sequence[Claim]) -> None:
+    async def _give_back(self, claims: Sequence[Claim], *, delay_seconds: float | None = None) -> None:
         """Release claims that no call has begun; what cannot be written comes back when its lease expires."""
         if not claims:
             return
-        release = Settlement("pending", None)
+        release = Settlement("pending", None, delay_seconds=delay_seconds)
         try:
-            await self._shared.database.run(self._queue.settle([(claim, release) for claim in claims]))
+            answers = await self._shared.database.run(self._queue.settle([(claim, release) for claim in claims]))
         except (psycopg.Error, TimeoutError) as error:
             self._note(RunnerTrouble(self.kind.name, QUEUE_RELEASE_FAILED, type(error).__name__))
         else:
-            self._counts["released"] += len(claims)
+            self._counts["released"] += sum(answer.verdict == "done" for answer in answers.values())
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
@@ -254,6 +272,8 @@ class Runner:
             claims = taken.claims[first : first + self.kind.call_size]
             attempt = Attempt(tools, claims, sent_at=taken.sent_at)
             self._attempts[attempt] = len(claims)
+            if any(self._is_on_last_chance(claim) for claim in claims):
+                self._last_chance = attempt
             calls.start_soon(self._run_attempt, attempt)
 
     async def _run_attempt(self, attempt: Attempt) -> None:
@@ -263,6 +283,8 @@ class Runner:
             if attempt.pause_seconds:
                 self._paused_until = max(self._paused_until, time.monotonic() + attempt.pause_seconds)
             del self._attempts[attempt]
+            if attempt is self._last_chance:
+                self._last_chance = None
             self._slot_freed.set()
             self._slot_freed = anyio.Event()
 

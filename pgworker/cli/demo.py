@@ -16,7 +16,7 @@ import anyio
 import typer
 
 from pgworker.cli.database import check_dsn
-from pgworker.cli.demo_view import View, make_view, print_found
+from pgworker.cli.demo_view import View, print_found
 from pgworker.cli.errors import EXIT_CODES, Code, reported
 from pgworker.cli.logs import LogLevel, log_to_stderr
 from pgworker.cli.options import Debug, Json
@@ -69,7 +69,7 @@ def demo(
         _check_usage(what or [], words, watch=watch, within=within)
         _log_quietly()
         if words is None:
-            view = make_view(watch=watch, as_json=as_json, hint=_hint(dsn))
+            view = View(watch=watch, as_json=as_json, live=sys.stdout.isatty(), hint=_hint(dsn))
             _index(what[0] if what else None, dsn, view, watch=watch)
         else:
             _search(words, within, dsn, as_json=as_json)
@@ -100,13 +100,10 @@ def _index(folder: str | None, dsn: str | None, view: View, *, watch: bool) -> N
             schema=database.schema,
             listen_dsn=database.listen_dsn,
             on_report=view.report,
-            on_trouble=view.trouble,
+            on_trouble=lambda text: complain(f"{text}; trying again"),
         )
-        view.begin(indexer.folder)
-        try:
-            anyio.run(_run, indexer, view, watch)
-        finally:
-            view.end()
+        view.note(f"indexing {indexer.folder}")
+        anyio.run(_run, indexer, view, watch)
 
 
 async def _run(indexer: Indexer, view: View, watch: bool) -> None:

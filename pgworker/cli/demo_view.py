@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import anyio
 import msgspec
 import typer
 
-from pgworker.cli.output import complain, console, one_line, print_json, say
+from pgworker.cli.output import console, one_line, print_json, say
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as Bar
     from rich.table import Table
     from rich.text import Text
 
@@ -25,150 +25,69 @@ _LINE_SECONDS = 2.0
 _NAMED = 3
 
 
-class View(Protocol):
-    """What the demo tells, and when. All but follow() return at once."""
+class View:
+    """What a run tells: a table for the first round, a line for each later one; or each round's report as JSON.
 
-    def note(self, text: str) -> None:
-        """Something that takes a while begins."""
-        ...
+    While the first round goes on: a bar where there is a terminal (`live`), else a line every two seconds. The hint is
+    what to do next.
+    """
 
-    def begin(self, folder: str) -> None:
-        """The first round begins."""
-        ...
-
-    async def follow(self, progress: Callable[[], Progress]) -> None:
-        """Show how far the first round is, until cancelled."""
-        ...
-
-    def report(self, report: Report) -> None:
-        """A round is over."""
-        ...
-
-    def trouble(self, text: str) -> None:
-        """A round could not be done and will be tried again."""
-        ...
-
-    def end(self) -> None:
-        """Nothing more will come."""
-        ...
-
-
-def make_view(*, watch: bool, as_json: bool, hint: str) -> View:
-    """JSON when asked for; a live bar on a terminal, else lines. The hint is what to do next."""
-    if as_json:
-        return JsonView(watch=watch)
-    return (LiveView if sys.stdout.isatty() else LineView)(watch=watch, hint=hint)
-
-
-class JsonView:
-    """A report a round: indented when there is one only, else each on a line."""
-
-    def __init__(self, *, watch: bool) -> None:
+    def __init__(self, *, watch: bool, as_json: bool, live: bool, hint: str) -> None:
         self._watch = watch
-
-    def note(self, text: str) -> None:
-        """Nothing: only reports are printed."""
-
-    def begin(self, folder: str) -> None:
-        """Nothing, likewise."""
-
-    async def follow(self, progress: Callable[[], Progress]) -> None:
-        """Nothing, likewise."""
-
-    def report(self, report: Report) -> None:
-        """Print the report."""
-        if self._watch:
-            typer.echo(msgspec.json.encode(report).decode())
-        else:
-            print_json(report)
-
-    def trouble(self, text: str) -> None:
-        """To standard error."""
-        complain(f"{text}; trying again")
-
-    def end(self) -> None:
-        """Nothing."""
-
-
-class LineView:
-    """For logs and pipes: a line now and then."""
-
-    def __init__(self, *, watch: bool, hint: str) -> None:
-        self._watch = watch
+        self._as_json = as_json
+        self._live = live
         self._hint = hint
         self._rounds = 0
+        self._bar: Bar | None = None
 
     def note(self, text: str) -> None:
-        """Print it."""
-        say(text)
-
-    def begin(self, folder: str) -> None:
-        """Say what is indexed."""
-        say(f"indexing {folder}")
+        """Say what begins now."""
+        if not self._as_json:
+            say(text)
 
     async def follow(self, progress: Callable[[], Progress]) -> None:
-        """Print how far the first round is, every two seconds."""
-        while not self._rounds:
+        """Show how far the first round is, until it is over."""
+        if not self._as_json:
+            await (self._move_bar if self._live else self._print_lines)(progress)
+
+    async def _print_lines(self, progress: Callable[[], Progress]) -> None:
+        while True:
             await anyio.sleep(_LINE_SECONDS)
-            if not self._rounds:
-                say(_told(progress()))
+            if self._rounds:
+                return
+            say(_told(progress()))
 
-    def report(self, report: Report) -> None:
-        """A table for the first round, a line for each later one."""
-        self._rounds += 1
-        if self._rounds > 1:
-            say(_round(report))
-            return
-        print_report(report)
-        if report.interrupted:
-            return
-        say(self._hint)
-        if self._watch:
-            say("Watching: an edit is a job. Ctrl-C ends it.")
-
-    def trouble(self, text: str) -> None:
-        """To standard error."""
-        complain(f"{text}; trying again")
-
-    def end(self) -> None:
-        """Nothing."""
-
-
-class LiveView(LineView):
-    """For a terminal: the same, and a bar while the first round goes on."""
-
-    def __init__(self, *, watch: bool, hint: str) -> None:
+    async def _move_bar(self, progress: Callable[[], Progress]) -> None:
         from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
         from rich.progress import Progress as Bar
 
-        super().__init__(watch=watch, hint=hint)
-        self._bar = Bar(
-            BarColumn(),
-            TextColumn("{task.fields[told]}", markup=False),
-            TimeElapsedColumn(),
-            console=console(),
-            transient=True,
-            auto_refresh=False,  # follow() does, so there is no thread to be stopped
-        )
-        self._task = self._bar.add_task("", total=None, told="")
-
-    async def follow(self, progress: Callable[[], Progress]) -> None:
-        """Move the bar, ten times a second."""
-        self._bar.start()
-        while not self._rounds:
-            now = progress()
-            self._bar.update(self._task, total=now.files, completed=now.settled, told=_told(now))
-            self._bar.refresh()
-            await anyio.sleep(_BAR_SECONDS)
+        columns = (BarColumn(), TextColumn("{task.fields[told]}", markup=False), TimeElapsedColumn())
+        # (refreshed from here, so there is no thread to be stopped)
+        with Bar(*columns, console=console(), transient=True, auto_refresh=False) as self._bar:
+            task = self._bar.add_task("", total=None, told="")
+            while not self._rounds:
+                now = progress()
+                self._bar.update(task, total=now.files, completed=now.settled, told=_told(now))
+                self._bar.refresh()
+                await anyio.sleep(_BAR_SECONDS)
 
     def report(self, report: Report) -> None:
-        """Take the bar away, then as for lines."""
-        self._bar.stop()
-        super().report(report)
-
-    def end(self) -> None:
-        """Take the bar away, if it is still there."""
-        self._bar.stop()
+        """Tell of a round."""
+        self._rounds += 1
+        if self._bar is not None:
+            self._bar.stop()
+        if self._as_json and self._watch:
+            typer.echo(msgspec.json.encode(report).decode())
+        elif self._as_json:
+            print_json(report)
+        elif self._rounds > 1:
+            say(_round(report))
+        else:
+            print_report(report)
+            if not report.interrupted:
+                say(self._hint)
+                if self._watch:
+                    say("Watching: an edit is a job. Ctrl-C ends it.")
 
 
 def _told(progress: Progress) -> str:

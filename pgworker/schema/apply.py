@@ -51,16 +51,12 @@ where n.nspname = {schema_name}"""
 _APPLIED = "select number, name, breaking, checksum, release from {schema}.migrations order by number"
 
 # An interrupted CREATE INDEX CONCURRENTLY leaves an invalid index, which IF NOT EXISTS would take for the real one.
-# (This one also runs outside our transactions, under whatever search_path: hence the qualified operators.)
 _INVALID_INDEXES = """
-select i.relname from pg_catalog.pg_index x
-join pg_catalog.pg_class i on i.oid operator(pg_catalog.=) x.indexrelid and i.relkind operator(pg_catalog.=) 'i'
-join pg_catalog.pg_namespace n on n.oid operator(pg_catalog.=) i.relnamespace
-where not x.indisvalid and n.nspname operator(pg_catalog.=) {schema_name}"""
-_INDEX_BUILDS = """
-select from pg_stat_progress_create_index p
-join pg_class c on c.oid = p.relid join pg_namespace n on n.oid = c.relnamespace
-where p.datname = current_database() and n.nspname = {schema_name}"""
+select i.relname, exists (select from pg_stat_progress_create_index p where p.index_relid = i.oid)
+from pg_index x
+join pg_class i on i.oid = x.indexrelid and i.relkind = 'i'
+join pg_namespace n on n.oid = i.relnamespace
+where not x.indisvalid and n.nspname = {schema_name}"""
 
 _HOLDERS = """
 select distinct on (a.xact_start, l.pid) l.pid, coalesce(nullif(a.application_name, ''), '?'), coalesce(a.state, '?'),
@@ -83,10 +79,6 @@ class _Applied(NamedTuple):
     breaking: bool
     checksum: str
     release: str
-
-
-class _Busy(Exception):
-    """Somebody else is at it: come back later. Never leaves this module."""
 
 
 def pending(conn: Connection, tables: TableMap) -> tuple[Migration, ...]:
@@ -208,11 +200,10 @@ def _refuse_newer(applied: Iterable[_Applied], tables: TableMap) -> None:
 
 def _patiently(conn: Connection, tables: TableMap, migration: Migration, lock_timeout: timedelta, tries: int) -> bool:
     """Apply one migration, again while a lock is not to be had; False when somebody else has applied it."""
-    apply = _apply if migration.transactional else _apply_alone
     for attempt in range(1, tries + 1):
         try:
-            return apply(conn, tables, migration, lock_timeout)
-        except (_Busy, errors.LockNotAvailable, errors.DeadlockDetected):
+            return _apply(conn, tables, migration, lock_timeout)
+        except (errors.LockNotAvailable, errors.DeadlockDetected):
             _log.warning("migration %s: a lock is not to be had, try %d of %d", migration.title, attempt, tries)
         except errors.InsufficientPrivilege as error:
             msg = (
@@ -235,44 +226,40 @@ def _pause(attempt: int) -> None:
 
 
 def _apply(conn: Connection, tables: TableMap, migration: Migration, lock_timeout: timedelta) -> bool:
-    with _locked(conn, tables, lock_timeout) as cursor:
-        if migration not in _missing(cursor, tables):
-            return False
-        _run(cursor, migration.rendered(tables))
-        _run(cursor, record(tables, migration))
-        return True
+    """Run and record a migration; one that no transaction may hold is recorded when it has succeeded.
 
-
-def _apply_alone(conn: Connection, tables: TableMap, migration: Migration, lock_timeout: timedelta) -> bool:
-    """Run the one idempotent statement of a file that no transaction may hold, and record it when it has succeeded.
-
-    No lock can be held meanwhile, so two may be at it at once: one of them sees the other's build, or dies of
+    No lock can be held while that one runs, so two may be at it at once: one of them sees the other's index, or dies of
     a deadlock, and comes back.
     """
     with _locked(conn, tables, lock_timeout) as cursor:
         if migration not in _missing(cursor, tables):
             return False
-        if _rows(cursor, fill(_INDEX_BUILDS, tables)):
-            raise _Busy
-    _run_alone(conn, tables, migration.rendered(tables))
+        if migration.transactional:
+            _run(cursor, migration.rendered(tables))
+            _run(cursor, record(tables, migration))
+            return True
+        invalid = _rows(cursor, fill(_INVALID_INDEXES, tables))
+        if any(under_way for _, under_way in invalid):
+            raise errors.LockNotAvailable
+    drops = [f"drop index concurrently if exists {tables.qualified(name)}" for name, _ in invalid]
+    _run_alone(conn, *drops, migration.rendered(tables))
     with _locked(conn, tables, lock_timeout) as cursor:
         if _rows(cursor, fill(_INVALID_INDEXES, tables)):
-            raise _Busy
+            raise errors.LockNotAvailable
         if migration not in _missing(cursor, tables):
             return False
         _run(cursor, record(tables, migration))
         return True
 
 
-def _run_alone(conn: Connection, tables: TableMap, text: str) -> None:
+def _run_alone(conn: Connection, *texts: str) -> None:
     """In autocommit, with nothing set for the session: behind a transaction pooler it would stay set for strangers."""
     autocommit = conn.autocommit
     conn.autocommit = True
     try:
         with psycopg.Cursor(conn, row_factory=tuple_row) as cursor:
-            for (index,) in _rows(cursor, fill(_INVALID_INDEXES, tables)):
-                _run(cursor, f"drop index concurrently if exists {tables.qualified(index)}")
-            _run(cursor, text)
+            for text in texts:
+                _run(cursor, text)
     finally:
         conn.autocommit = autocommit
 

@@ -26,8 +26,8 @@ create table public.audit_log (
     old_epoch bigint, epoch bigint, old_expiry timestamptz, expiry timestamptz, old_attempts int, attempts int,
     old_evictions int, evictions int, finished_at timestamptz, old_cancel_requested boolean, cancel_requested boolean,
     runner text, code text);
-create function public.audit() returns trigger language plpgsql security definer set search_path = pg_catalog, pg_temp as
-$$ begin
+create function public.audit() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$ begin
     insert into public.audit_log values (default, clock_timestamp(), pg_current_xact_id()::text, tg_op,
         coalesce(new.id, old.id), coalesce(new.key, old.key), old.generation, new.generation, old.state, new.state,
         old.token, new.token, old.lease_epoch, new.lease_epoch, old.lease_expires_at, new.lease_expires_at,

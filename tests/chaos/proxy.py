@@ -1,4 +1,4 @@
-"""A proxy between a worker and the server that swallows the answer to a statement of one's choice, once it is committed.
+"""A proxy between a worker and the server that swallows the answer to a chosen statement, once it is committed.
 
 It understands as much of the protocol as that takes: which statement a client's message is about, and where the answer
 of the server ends (ReadyForQuery, which comes after the commit). Then it cuts the connection, as a lost network would.
@@ -112,7 +112,9 @@ class _Pair:
         """From the client to the server, looking at what each message is about."""
         try:
             length = _read(self._client, 4)
-            self._server.sendall(length + _read(self._client, int.from_bytes(length) - 4))  # the start, which has no type
+            self._server.sendall(
+                length + _read(self._client, int.from_bytes(length) - 4)
+            )  # the start, which has no type
             for kind, body in _messages(self._client):
                 if self._about(kind, body):
                     self._swallowing.set()

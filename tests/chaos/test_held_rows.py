@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from datetime import timedelta
 from typing import Any
 
@@ -39,16 +38,20 @@ async def hold_one_of_many(app: App, dsn: str, admin: Admin, *, lease: float, ho
     async with running(app.worker()), await psycopg.AsyncConnection.connect(dsn) as caller:
         with anyio.fail_after(20):
             await all_inside.wait()
-        held_at = time.monotonic()
         await app.enqueue("work", -1, key="k250", revision="r2", conn=caller)
-        await anyio.sleep(hold)  # many renewals, more than a lease
-        leave.set()
-        await seen.wait(lambda: len(seen.of(JobSettled)) == JOBS - 1, within=5)  # the caller still holds on
-        assert time.monotonic() - held_at > lease * 1.3
-        assert [lost.key for lost in seen.of(JobLost)] in ([], ["k250"])  # it alone, by the local guard
-        assert row(admin, "k250")["state"] == "pending"
-        log = read(admin)
-        assert not [change for change in log if change.is_takeover or change.is_reaping]
+        async with await psycopg.AsyncConnection.connect(dsn) as brief:
+            await app.enqueue("work", -1, key="k100", revision="r2", conn=brief)
+            await anyio.sleep(lease * 0.5)  # a renewal of it is answered with busy, which is not lost
+            await brief.rollback()
+            await anyio.sleep(hold - lease * 0.5)  # more than a lease, and many renewals
+            await app.enqueue("work", -1, key="k100", revision="r2", conn=brief)
+            leave.set()
+            await seen.wait(lambda: len(seen.of(JobSettled)) == JOBS - 2, within=5)  # the callers still hold on
+            assert [lost.key for lost in seen.of(JobLost)] == ["k250"]  # it alone, by the local guard
+            assert (row(admin, "k250")["state"], row(admin, "k100")["state"]) == ("pending", "pending")
+            assert not [change for change in read(admin) if change.is_takeover or change.is_reaping]
+            await brief.rollback()
+            await seen.wait(lambda: len(seen.of(JobSettled)) == JOBS - 1)
         await caller.rollback()
         await seen.wait(lambda: len(seen.of(JobSettled)) == JOBS, within=lease + 1.0 + 2.0)
     log = read(admin)
@@ -71,7 +74,7 @@ async def test_one_row_of_500_held_for_eight_seconds(app: App, dsn: str, admin: 
 
 def enqueue_pairs(dsn: str, stop: threading.Event, seed: int, errors: list[str]) -> int:
     """An application's transactions: two jobs each, in key order, with a pause between the two."""
-    chance = random.Random(seed)
+    chance = random.Random(seed)  # noqa: S311 - any keys will do
     done = 0
     mine = hand(dsn)
     with mine.connection as connection:

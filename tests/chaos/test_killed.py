@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -23,6 +24,17 @@ async def work(job: Job[object]) -> str:
 """
 
 
+def wait_until_ready(admin: Admin, *workers: Worker) -> None:
+    """Until they have reported themselves."""
+    names = [f"%:{worker.pid}:%" for worker in workers]
+    count = "select count(*) from pgworker.runners where runner like any(%s)"
+    until(lambda: admin.execute(count, [names]).fetchone() == (len(workers),))
+
+
+def enqueue(hand: Hand, numbers: range) -> None:
+    hand.enqueue_many([NewJob(None, f"k{number:04}", "r") for number in numbers])
+
+
 def held_by(admin: Admin, worker: Worker) -> int:
     """How many live leases the process has."""
     found = admin.execute(
@@ -35,6 +47,7 @@ def held_by(admin: Admin, worker: Worker) -> int:
 def kill_with_leases(admin: Admin, worker: Worker) -> datetime:
     """Kill it at a moment at which it holds some; returns the moment by the database's clock."""
     for _ in range(100):
+        until(lambda: held_by(admin, worker) > 0)
         worker.freeze()
         # what it had sent before is done with when its sessions are idle
         until(lambda: not admin.execute(_BUSY).fetchone() or held_by(admin, worker) > 0)
@@ -54,7 +67,7 @@ def orphans(log: list[Change], pid: int) -> list[Change]:
     return [
         change
         for changes in by_job(log).values()
-        for claim, change in zip(changes, changes[1:], strict=False)
+        for claim, change in pairwise(changes)
         if claim.token == change.old_token and f":{pid}:" in (claim.runner or "") and change.is_takeover
     ]
 
@@ -79,8 +92,9 @@ def check_orphans(taken: list[Change], died_at: datetime) -> None:
 @pytest.mark.ruling("1.16")
 def test_one_of_two_workers_dies_in_the_middle_of_5000_jobs(start: Start, hand: Hand, admin: Admin) -> None:
     install(admin)
-    hand.enqueue_many([NewJob(None, f"k{number:04}", "r") for number in range(5000)])
     dying, living = start(QUICK_JOBS), start(QUICK_JOBS)
+    wait_until_ready(admin, dying, living)
+    enqueue(hand, range(5000))
     until(lambda: succeeded(admin) >= 2500)
     died_at = kill_with_leases(admin, dying)
     until(lambda: succeeded(admin) == 5000)
@@ -98,13 +112,15 @@ def test_one_of_two_workers_dies_in_the_middle_of_5000_jobs(start: Start, hand: 
 
 def kill_again_and_again(start: Start, hand: Hand, admin: Admin, *, jobs: int, deaths: int) -> None:
     install(admin)
-    hand.enqueue_many([NewJob(None, f"k{number:04}", "r") for number in range(jobs)])
     start(SLOWER_JOBS)
     deaths_at: dict[int, datetime] = {}
-    for death in range(1, deaths + 1):
+    portion = jobs // (deaths + 1)
+    for death in range(deaths):
         dying = start(SLOWER_JOBS)
-        until(lambda done=death * jobs // (deaths + 1): succeeded(admin) >= done and held_by(admin, dying) > 0)  # type: ignore[misc]
+        wait_until_ready(admin, dying)
+        enqueue(hand, range(death * portion, (death + 1) * portion))
         deaths_at[dying.pid] = kill_with_leases(admin, dying)
+    enqueue(hand, range(deaths * portion, jobs))
     until(lambda: succeeded(admin) == jobs, within=60)
     log = read(admin)
     found = findings(log)
@@ -116,7 +132,7 @@ def kill_again_and_again(start: Start, hand: Hand, admin: Admin, *, jobs: int, d
     assert admin.execute("select count(*), count(distinct value) from pgworker.results").fetchone() == (jobs, jobs)
 
 
-SLOWER_JOBS = QUICK_JOBS.replace("50", "20").replace("0.01", "0.05")
+SLOWER_JOBS = QUICK_JOBS.replace("50", "20, poll=0.1").replace("0.01", "0.05")
 
 
 @pytest.mark.race(9)
@@ -197,9 +213,10 @@ def test_a_job_that_kills_its_worker_ends_and_the_others_run(start: Start, dsn: 
 @pytest.mark.field("L27")
 def test_each_job_starts_once_also_those_that_came_while_no_worker_was_there(start: Start, dsn: str) -> None:
     source = """
-@app.kind("work")
+@app.kind("work", poll=0.1)
 async def work(job: Job[object]) -> None:
     say("started", job.key)
+    await asyncio.sleep(0.3)  # so that each looks while the other is at it
 """
     both = [start(source), start(source)]
     for worker in both:

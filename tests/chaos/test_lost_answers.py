@@ -69,9 +69,9 @@ async def test_a_claim_whose_answer_is_lost_comes_back_at_its_expiry(far_app: Ap
 
 
 @pytest.mark.race(4)
-@pytest.mark.parametrize("applying", [False, True])
+@pytest.mark.parametrize("applying", [0, 1], ids=["plain", "with apply"])
 async def test_a_completion_whose_answer_is_lost_has_happened_once(
-    far_app: App, proxy: Proxy, admin: Admin, applying: bool
+    far_app: App, proxy: Proxy, admin: Admin, applying: int
 ) -> None:
     install(admin)
     admin.execute("create table public.stored (key text); grant all on public.stored to public")

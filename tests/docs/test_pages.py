@@ -20,10 +20,10 @@ if TYPE_CHECKING:
 
 # Blocks that are not run here, by their first line: why, and what else speaks for them.
 NEVER = {
-    ("README.md", "make demo   # indexes this folder by jobs, on a Postgres of its own, and prints a table"): (
-        "they make .venv: tests/unit/test_docs_links.py looks the targets up, tests/integration/test_demo.py runs the demo"
+    ("README.md", "make demo   # index this folder by jobs, on a Postgres of its own"): (
+        "they make .venv: tests/unit/test_docs_links.py looks the targets up, test_demo.py runs the demo"
     ),
-    ("README.md", "python3 -m venv .venv && .venv/bin/python -m pip install --editable '.[embedded]'"): (
+    ("README.md", "python3 -m venv .venv && .venv/bin/pip install --editable '.[embedded]'"): (
         "likewise: compared there with what the Makefile does"
     ),
     ("README.md", "export PGWORKER_DSN='postgresql://user:password@localhost:5432/app'"): (

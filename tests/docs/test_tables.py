@@ -49,8 +49,8 @@ def test_every_argument_of_enqueue_is_told_with_its_default() -> None:
 
 def test_every_argument_of_the_sql_function_is_told_with_its_type(admin: Admin) -> None:
     found = admin.execute(
-        "select a.name, format_type(a.type, null)"
-        " from pg_proc p, unnest(p.proargnames, p.proallargtypes, p.proargmodes) with ordinality as a(name, type, mode, ord)"
+        "select a.name, format_type(a.type, null) from pg_proc p,"
+        " unnest(p.proargnames, p.proallargtypes, p.proargmodes) with ordinality as a(name, type, mode, ord)"
         " where p.oid = 'pgworker.enqueue'::regproc and a.mode = 'i' order by a.ord"
     ).fetchall()
     rows = table("docs/enqueue.md", "From SQL")[1:]
@@ -156,38 +156,40 @@ def test_every_option_of_a_kind_is_told() -> None:
     assert set(first_column("docs/handlers.md", "Options of a kind")) == parameters(App.kind) - {"name"}
 
 
-def seconds(value: timedelta | None) -> str:
-    return "none" if value is None else f"{value.total_seconds():g} s"
+def seconds(value: timedelta | None, *, otherwise: str) -> str:
+    return otherwise if value is None else f"{value.total_seconds():g} s"
 
 
 def spread(backoff: Backoff) -> str:
-    return {"symmetric": f"± {backoff.spread:.0%}", "additive": f"+ {backoff.spread:.0%}"}.get(
-        backoff.jitter, backoff.jitter
-    ).replace("%", " %")
+    signs = {"symmetric": "±", "additive": "+"}
+    return f"{signs[backoff.jitter]} {backoff.spread * 100:g} %" if backoff.jitter in signs else backoff.jitter
 
 
 def as_told(policy: Policy) -> dict[str, str]:
-    lease, stop, backoff = policy.lease, policy.stop, policy.backoff
-    renewed = "covering" if lease.heartbeat is None else f"renewed each {seconds(lease.heartbeat)}"
     return {
         "concurrency": str(policy.concurrency),
-        "poll": seconds(policy.poll),
-        "timeout": seconds(policy.timeout),
-        "lease": f"{seconds(lease.ttl)}, {renewed}",
-        "attempts": str(policy.max_attempts),
-        "backoff": f"{seconds(backoff.base)} to {seconds(backoff.cap)}",
-        "jitter": spread(backoff),
-        "stop": stop.mode if stop.grace is None else f"{stop.mode}, {seconds(stop.grace)}",
+        "poll": seconds(policy.poll, otherwise=""),
+        "timeout": seconds(policy.timeout, otherwise="none"),
+        "lease": seconds(policy.lease.ttl, otherwise=""),
+        "renewed each": seconds(policy.lease.heartbeat, otherwise="never"),
+        "max_attempts": str(policy.max_attempts),
+        "backoff from": seconds(policy.backoff.base, otherwise=""),
+        "up to": seconds(policy.backoff.cap, otherwise=""),
+        "spread": spread(policy.backoff),
+        "stop": policy.stop.mode,
+        "within": seconds(policy.stop.grace, otherwise=""),
+        "panic": policy.panic,
     }
 
 
 def test_every_preset_is_told_as_it_is() -> None:
-    names, *rows = table("docs/handlers.md", "Presets")
-    told = {codes(row[0])[0]: dict(zip(names[1:], row[1:], strict=True)) for row in rows}
-    assert told == {name: as_told(policy) for name, policy in PRESETS.items()}
-    for policy in PRESETS.values():  # what the table leaves out is the same in all of them, or told beside it
+    heading, *rows = table("docs/handlers.md", "Presets")
+    for column, preset in enumerate(heading[1:], start=1):
+        told = {row[0]: row[column] for row in rows}
+        assert told == as_told(PRESETS[codes(preset)[0]]), preset
+    assert [codes(preset)[0] for preset in heading[1:]] == list(PRESETS)
+    for policy in PRESETS.values():  # what the table leaves out is the same in all of them
         assert (policy.batch, policy.window, policy.max_evictions) == (64, timedelta(seconds=0.25), 5)
-    assert [name for name, policy in PRESETS.items() if policy.panic == "permanent"] == ["content"]
 
 
 # --- operations.md --------------------------------------------------------------------------------------------------

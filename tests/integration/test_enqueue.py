@@ -337,7 +337,7 @@ async def test_a_hundred_hints_are_a_few_rounds(app: App, admin: Admin) -> None:
             rounds += 1
             return await original(limit)
 
-        worker._runners[0]._claimer = type("Counting", (), {"round": staticmethod(counted)})()  # type: ignore[assignment]
+        worker._runners[0]._claimer = type("Counting", (), {"round": staticmethod(counted)})()
         hints = app._registry._hints
         assert hints is not None
         for _ in range(100):
@@ -388,7 +388,8 @@ async def test_a_kind_that_nobody_here_knows_waits_for_a_worker_that_does(app: A
     admin.execute(
         "select pgworker.enqueue('later', '1', key => 'new');"
         "insert into pgworker.jobs (kind, key, token, lease_expires_at, ready_at) values"
-        " ('later', 'expired', gen_random_uuid(), clock_timestamp() - interval '1 hour', clock_timestamp() - interval '2 hours')"
+        " ('later', 'expired', gen_random_uuid(), clock_timestamp() - interval '1 hour',"
+        " clock_timestamp() - interval '2 hours')"
     )
     before = [row(admin, key, kind="later") for key in ("new", "expired")]
     seen = Recorder(app)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime, timedelta
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any, Self, TypeAlias
 
 import anyio
 import anyio.to_thread
@@ -123,9 +124,9 @@ async def test_how_the_caller_uses_the_connection_does_not_matter(
     payload = {"text": "100 % {} \\ ' $1 é"}
     async with await psycopg.AsyncConnection.connect(dsn, row_factory=row_factory, cursor_factory=cursor) as conn:
         put = await _enqueue_twice(work, conn, payload, pipeline=pipeline)
-        assert conn.row_factory is row_factory
-        assert conn.cursor_factory is cursor
-    with psycopg.connect(dsn, row_factory=row_factory, cursor_factory=sync_cursor) as sync_conn:
+        assert (conn.row_factory, conn.cursor_factory) == (row_factory, cursor)
+    made: Any = psycopg.connect(dsn, row_factory=row_factory, cursor_factory=sync_cursor)
+    with made as sync_conn:
         if pipeline:
             with sync_conn.pipeline():
                 put.append(work.sync.enqueue("work", payload, key="sync", conn=sync_conn))
@@ -427,8 +428,7 @@ async def test_any_thread_may_use_the_synchronous_door(work: App, admin: Admin) 
 
     def enqueue(number: int) -> None:
         start.wait(10)
-        for index in range(20):
-            put.append(work.sync.enqueue("work", index, key=f"{number}/{index}"))
+        put.extend(work.sync.enqueue("work", index, key=f"{number}/{index}") for index in range(20))
         sessions.append(
             admin.execute(
                 "select count(*) from pg_stat_activity where application_name = 'pgworker enqueue'"
@@ -439,7 +439,7 @@ async def test_any_thread_may_use_the_synchronous_door(work: App, admin: Admin) 
     async with anyio.create_task_group() as group:
         limiter = anyio.CapacityLimiter(8)
         for number in range(8):
-            group.start_soon(lambda number=number: anyio.to_thread.run_sync(enqueue, number, limiter=limiter))
+            group.start_soon(partial(anyio.to_thread.run_sync, enqueue, number, limiter=limiter))
     assert {each.key for each in put} == {f"{number}/{index}" for number in range(8) for index in range(20)}
     assert jobs(admin) == 160
     assert max(sessions) <= 4  # one pool, however many threads came first
@@ -460,9 +460,7 @@ async def test_a_closed_app_may_be_used_again(work: App, admin: Admin) -> None:
     assert left == (0,)
 
 
-async def test_the_dsn_is_looked_up_at_first_use(
-    dsn: str, admin: Admin, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_dsn_is_looked_up_at_first_use(dsn: str, admin: Admin, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PGWORKER_DSN", raising=False)
     async with App() as app:
         app.declare("work")
@@ -478,83 +476,87 @@ async def test_the_dsn_is_looked_up_at_first_use(
 # --- behind a pooler ------------------------------------------------------------------------------------------------
 
 # What PgBouncer takes or ignores by default; anything else ends the connection with an error.
-WELCOME = {"user", "database", "client_encoding", "application_name", "datestyle", "timezone", "standard_conforming_strings"}
+WELCOME = {
+    "user",
+    "database",
+    "client_encoding",
+    "application_name",
+    "datestyle",
+    "timezone",
+    "standard_conforming_strings",
+}
 
 
-@contextmanager
-def strict_pooler(dsn: str, refused: list[str]) -> Iterator[str]:
-    """A proxy that refuses startup parameters as a pooler does, and notes them; yields a DSN through it."""
-    target = conninfo_to_dict(dsn)
-    listener = socket.create_server(("127.0.0.1", 0))
-    threads: list[threading.Thread] = []
+class StrictPooler:
+    """A proxy that refuses connections with startup parameters that it does not know, as a pooler does."""
 
-    def upstream() -> socket.socket:
-        host, port = str(target.get("host") or "127.0.0.1"), int(target.get("port") or 5432)
-        if host.startswith("/"):
-            local = socket.socket(socket.AF_UNIX)
-            local.connect(f"{host}/.s.PGSQL.{port}")
-            return local
-        return socket.create_connection((host, port))
+    def __init__(self, dsn: str) -> None:
+        self.refused: list[str] = []
+        self._target = conninfo_to_dict(dsn)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._threads: list[threading.Thread] = []
+        port = self._listener.getsockname()[1]
+        self.dsn = make_conninfo(
+            dsn, host="127.0.0.1", hostaddr="127.0.0.1", port=port, sslmode="disable", gssencmode="disable"
+        )
 
-    def pump(source: socket.socket, sink: socket.socket) -> None:
-        try:
-            while data := source.recv(65536):
-                sink.sendall(data)
-        except OSError:
-            pass
-        finally:
-            for each in (source, sink):
-                try:
-                    each.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
+    def __enter__(self) -> Self:
+        self._start(self._accept)
+        return self
 
-    def serve(client: socket.socket) -> None:
+    def __exit__(self, *_: object) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(10)
+
+    def _start(self, function: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=function, args=arguments))
+        self._threads[-1].start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                self._start(self._serve, self._listener.accept()[0])
+
+    def _serve(self, client: socket.socket) -> None:
         startup = client.recv(65536)
-        words = startup[8:].rstrip(b"\0").split(b"\0")
-        strangers = {name.decode().lower() for name in words[::2]} - WELCOME
-        if strangers:
-            refused.extend(sorted(strangers))
+        is_start = startup[4:8] == bytes([0, 3, 0, 0])  # else it asks to cancel a statement
+        names = {name.decode().lower() for name in startup[8:].rstrip(b"\0").split(b"\0")[::2]} if is_start else set()
+        if names - WELCOME:
+            self.refused += sorted(names - WELCOME)
             client.close()
             return
-        server = upstream()
-        server.sendall(startup)
-        back = threading.Thread(target=pump, args=(server, client))
-        back.start()
-        pump(client, server)
-        back.join()
-        client.close()
-        server.close()
+        with client, self._upstream() as server:
+            server.sendall(startup)
+            self._start(_pump, server, client)
+            _pump(client, server)
 
-    def accept() -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            threads.append(threading.Thread(target=serve, args=(client,)))
-            threads[-1].start()
+    def _upstream(self) -> socket.socket:
+        host, port = str(self._target.get("host") or "127.0.0.1"), int(self._target.get("port") or 5432)
+        if not host.startswith("/"):
+            return socket.create_connection((host, port))
+        local = socket.socket(socket.AF_UNIX)
+        local.connect(f"{host}/.s.PGSQL.{port}")
+        return local
 
-    threads.append(threading.Thread(target=accept))
-    threads[0].start()
-    port = listener.getsockname()[1]
-    try:
-        yield make_conninfo(dsn, host="127.0.0.1", hostaddr="127.0.0.1", port=port, sslmode="disable", gssencmode="disable")
-    finally:
-        listener.shutdown(socket.SHUT_RDWR)
-        listener.close()
-        for thread in threads:
-            thread.join(10)
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            sink.sendall(data)
+    for end in (source, sink):
+        with contextlib.suppress(OSError):
+            end.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.field("L13")
 async def test_a_pooler_that_refuses_startup_parameters_is_no_obstacle(dsn: str, admin: Admin) -> None:
-    refused: list[str] = []
-    with strict_pooler(dsn, refused) as through:
+    with StrictPooler(dsn) as pooler:
         with pytest.raises(psycopg.OperationalError):
-            psycopg.connect(through, options="-c statement_timeout=5000")
-        assert refused == ["options"]
-        async with App(through) as app:
+            psycopg.connect(pooler.dsn, options="-c statement_timeout=5000")
+        assert pooler.refused == ["options"]
+        async with App(pooler.dsn) as app:
 
             @app.kind("work")
             async def work(job: Job[int]) -> int:
@@ -563,10 +565,10 @@ async def test_a_pooler_that_refuses_startup_parameters_is_no_obstacle(dsn: str,
             seen = Recorder(app)
             await app.enqueue("work", 1)
             app.sync.enqueue("work", 2)
-            async with await psycopg.AsyncConnection.connect(conninfo(through, "caller")) as conn:
+            async with await psycopg.AsyncConnection.connect(conninfo(pooler.dsn, "caller")) as conn:
                 await app.enqueue("work", 3, conn=conn)
             async with running(app.worker()):
                 await seen.wait(lambda: len(seen.of(JobSettled)) == 3)
             app.sync.close()
-    assert refused == ["options"]
+    assert pooler.refused == ["options"]
     assert admin.execute("select distinct state from pgworker.jobs").fetchall() == [("succeeded",)]

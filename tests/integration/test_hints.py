@@ -97,8 +97,8 @@ def begin_with_id(connection: psycopg.Connection[TupleRow]) -> str:
 def test_hints_are_heard_with_their_kind_and_purpose(ears: Ears, make_hints: MakeHints) -> None:
     hints = make_hints()
     hints.ready("mail")
-    hints.control("mail")
-    assert {ears.hear_next().payload, ears.hear_next().payload} == {"r:mail", "c:mail"}
+    hints.ready("index")
+    assert {ears.hear_next().payload, ears.hear_next().payload} == {"r:mail", "r:index"}
 
 
 @pytest.mark.contract("A7")
@@ -162,17 +162,32 @@ def test_a_savepoint_rolled_back_gives_a_needless_hint_and_no_more(
 
 
 @pytest.mark.contract("A7")
-def test_a_transaction_id_of_another_server_costs_its_hints_only(
-    ears: Ears, make_hints: MakeHints, caplog: pytest.LogCaptureFixture
+def test_a_transaction_id_of_another_server_holds_up_no_other_hint(
+    ears: Ears, connect: Connect, make_hints: MakeHints, caplog: pytest.LogCaptureFixture
 ) -> None:
     hints = make_hints()
+    app = connect()
+    committed = begin_with_id(app)
+    app.execute("commit")
     with caplog.at_level(logging.WARNING, logger="pgworker"):
         hints.ready("foreign", transaction=str(2**62 + 12_345))
+        hints.ready("mail", transaction=committed)
+        hints.ready("index")
         hints.close(timeout=10)
-        hints.ready("mail")
-        assert ears.hear_next().payload == "r:mail"
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "12345" not in caplog.text
+    assert sorted(ears.payloads_so_far()) == ["r:index", "r:mail"]
+    assert not caplog.records
+
+
+@pytest.mark.contract("A8")
+@pytest.mark.ruling("1.26")
+def test_many_committed_transactions_are_one_hint(ears: Ears, connect: Connect, make_hints: MakeHints) -> None:
+    hints = make_hints(spacing=600)
+    app = connect()
+    for _ in range(100):
+        hints.ready("mail", transaction=begin_with_id(app))
+        app.execute("commit")
+    hints.close(timeout=10)
+    assert ears.payloads_so_far() in (["r:mail"], ["r:mail", "r:mail"])
 
 
 @pytest.mark.contract("A8")
@@ -212,7 +227,7 @@ def test_a_server_that_does_not_answer_blocks_nobody(make_hints: MakeHints) -> N
         client, _ = silent.accept()  # the thread is inside its connection attempt now, and stays there
         for number in range(1_000):
             hints.ready("mail")
-            hints.control(f"kind{number}")
+            hints.ready(f"kind{number}")
             hints.ready("mail", transaction=str(number))
         (sender,) = [thread for thread in threading.enumerate() if thread.name == "pgworker-hints"]
         hints.close(timeout=0)

@@ -2,7 +2,7 @@
 
 Eight sessions: a bulk enqueuer, an application that enqueues inside longer transactions, three workers, a renewer, the
 reaper, and an operator who locks, deletes, cancels and cuts connections. `audit` holds the book against the log of the
-trigger in tests/chaos/audit.py.
+trigger in tests/chaos/audit.py (tests/races/book.py).
 """
 
 from __future__ import annotations
@@ -11,24 +11,19 @@ import random
 import threading
 import time
 import uuid
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Any, NamedTuple, TypeAlias
-from uuid import UUID
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import psycopg
 
 from pgworker import NewJob
 from pgworker.client import put_jobs
 from pgworker.db import drive_sync
-from pgworker.job import Claim, Enqueued, State
+from pgworker.job import Claim, Enqueued
 from pgworker.outcome import Settlement, Success
 from pgworker.statements import (
     BEGINNING,
     Answer,
-    Insert,
     Put,
     Statement,
     claim_jobs,
@@ -38,11 +33,11 @@ from pgworker.statements import (
     renew_leases,
     settle_jobs,
 )
-from tests.chaos.audit import Admin, Change, Finding, by_job, findings, read
+from tests.chaos.audit import Admin, Finding, findings, read
 from tests.handles import Hand, hand, untyped
+from tests.races.book import Book, Lease, Told, judge, judge_last_puts, judge_results
+from tests.races.dice import KEYS, decide, insert, job, value
 
-KEYS = tuple(f"k{number:03}" for number in range(400))
-_REVISIONS = (None, "r1", "r2", "r3", "r4")
 _MAX_EVICTIONS = 50  # never reached here: an end by too many evictions would hide lost work
 _DEADLOCK_TIMEOUT = "50ms"
 
@@ -54,35 +49,6 @@ where key = %s and state = 'pending'"""
 _DELETE = """
 with gone as (delete from pgworker.jobs where key = %s returning kind, key)
 delete from pgworker.results r using gone where r.kind = gone.kind and r.key = gone.key"""
-
-Lease: TypeAlias = tuple[int, UUID]
-"""What a claim gave: the row's id under the claim's token."""
-
-
-class Told(NamedTuple):
-    """A worker was told that its write is done."""
-
-    claim: Claim
-    decision: Success | Settlement
-    state: State | None
-
-
-@dataclass
-class Book:
-    """What the sessions were told. Each list is appended to by many threads, which needs no lock."""
-
-    claimed: list[Claim] = field(default_factory=list)
-    told: list[Told] = field(default_factory=list)
-    puts: list[tuple[str, str]] = field(default_factory=list)
-    """Transaction and key of each enqueue that was committed and said to have written."""
-    renewed: list[Lease] = field(default_factory=list)
-    ttls: dict[UUID, float] = field(default_factory=dict)
-    unknown: set[Lease] = field(default_factory=set)
-    """Writes whose answer never came."""
-    unknown_tokens: set[UUID] = field(default_factory=set)
-    """Claims whose answer never came."""
-    counts: Counter[str] = field(default_factory=Counter)
-    errors: list[str] = field(default_factory=list)
 
 
 class Held(NamedTuple):
@@ -100,7 +66,7 @@ class Stress:
         self.book = Book()
         self._dsn = dsn
         self._admin = admin
-        self._random = random.Random(seed)
+        self._random = random.Random(seed)  # noqa: S311 - for its seed
         self._stop = threading.Event()
         self._drained = threading.Event()
         self._held: dict[Lease, Held] = {}
@@ -141,7 +107,7 @@ class Stress:
         return int(found[0])
 
     def _thread(self, actor: Callable[[Hand, random.Random], None]) -> threading.Thread:
-        chance = random.Random(self._random.getrandbits(64))
+        chance = random.Random(self._random.getrandbits(64))  # noqa: S311 - for its seed
 
         def body() -> None:
             mine = self._connect()
@@ -168,7 +134,7 @@ class Stress:
 
     def _enqueue_in_bulk(self, mine: Hand, chance: random.Random) -> None:
         while not self._stop.wait(chance.uniform(0, 0.02)):
-            jobs = [_job(chance, chance.choice(KEYS)) for _ in range(60)]
+            jobs = [job(chance, chance.choice(KEYS)) for _ in range(60)]
             keep = chance.random() < 0.1
             if chance.random() < 0.5:
                 self._sent(self._enqueue(mine, jobs, keep=keep))
@@ -196,7 +162,7 @@ class Stress:
     def _in_savepoint(self, mine: Hand, chance: random.Random, keys: Sequence[str]) -> list[tuple[str, str]]:
         written: list[tuple[str, str]] = []
         with mine.connection.transaction():
-            written = self._enqueue(mine, [_job(chance, key) for key in keys], keep=False)
+            written = self._enqueue(mine, [job(chance, key) for key in keys], keep=False)
             if chance.random() < 0.3:
                 written = []
                 raise psycopg.Rollback
@@ -214,7 +180,7 @@ class Stress:
     def _enqueue_raw(self, mine: Hand, jobs: Sequence[NewJob], *, keep: bool) -> list[tuple[str, str]]:
         """The statement itself, with the duplicates that an application's call would have collapsed."""
         written: list[tuple[str, str]] = []
-        missing = [_insert(job) for job in jobs]
+        missing = [insert(job) for job in jobs]
         while missing:
             puts: dict[str, Put] = mine.send(insert_jobs(mine.tables, mine.kind, missing, version=1, keep=keep))
             for put in puts.values():
@@ -236,11 +202,10 @@ class Stress:
             while not self._stop.is_set():
                 try:
                     self._work_once(mine, chance)
-                except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+                except (psycopg.OperationalError, psycopg.InterfaceError):
                     if not mine.connection.broken:
                         raise
                     self.book.counts["connections cut"] += 1
-                    assert not isinstance(error, psycopg.errors.DeadlockDetected)
                     mine.connection = self._connect().connection
         finally:
             self._workers.pop(me, None)
@@ -258,7 +223,7 @@ class Stress:
         self._held.update({(c.id, c.token): Held(c, ttl) for c in claims})  # one that thaws renews before it looks
         self._stop.wait(chance.choice((0.0, 0.01, 0.08)))
         chance.shuffle(claims)
-        endings = [(claim, _decide(chance, claim)) for claim in claims]
+        endings = [(claim, decide(chance, claim)) for claim in claims]
         try:
             self._end(mine, chance, endings, until=time.monotonic() + ttl)
         finally:
@@ -333,7 +298,7 @@ class Stress:
             claims = self._claim(mine, chance, 5.0)
             if not claims:
                 self._drained.wait(0.02)
-            endings = [(claim, Success(_value(claim))) for claim in claims]
+            endings = [(claim, Success(value(claim))) for claim in claims]
             self._end(mine, chance, endings, until=time.monotonic() + 5.0)
 
     # --- the others -------------------------------------------------------------------------------------------------
@@ -402,98 +367,15 @@ class Stress:
     def audit(self, *, drained: bool = False) -> list[Finding]:
         """All that is wrong. Only between runs: the book is behind the log while one goes on."""
         log = read(self._admin)
-        found = [*findings(log), *_judge_book(self.book, log), *self._judge_results()]
+        found = [*findings(log), *judge(self.book, log), *judge_results(self.book, self._admin)]
         found += [("error", error) for error in self.book.errors]
         deadlocks = _deadlocks(self._admin) - self._deadlocks
         found += [("deadlock", f"{deadlocks} in pg_stat_database")] * bool(deadlocks)
         if drained:
             left = self._pending()
             found += [("pending after the drain", f"{left} jobs")] * bool(left)
-            found += _judge_last_puts(log)
+            found += judge_last_puts(log)
         return found
-
-    def _judge_results(self) -> Iterator[Finding]:
-        """A succeeded row has the result of its own generation, or none if that had none."""
-        wanted = {
-            (each.claim.id, each.claim.generation): each.decision.value
-            for each in self.book.told
-            if isinstance(each.decision, Success) and each.state == "succeeded"
-        }
-        rows = self._admin.execute(
-            "select j.id, j.generation, j.key, j.revision, j.has_result, r.revision, r.value::text"
-            " from pgworker.jobs j left join pgworker.results r on r.kind = j.kind and r.key = j.key"
-            " where j.state = 'succeeded'"
-        ).fetchall()
-        for id_, generation, key, revision, has_result, of, value in rows:
-            want = wanted.get((id_, generation), value)  # without an answer any is right
-            if (value, has_result) != (want, value is not None) or (value is not None and of != revision):
-                yield "succeeded without its own result", f"{key} g{generation}: {value}, not {want}, of {of}"
-
-
-def _judge_book(book: Book, log: Sequence[Change]) -> Iterator[Finding]:
-    """What was told against what was logged, both ways."""
-    claims = {(change.id, change.token): change for change in log if change.is_claim}
-    endings = {(change.id, change.old_token): change for change in log if change.is_ending}
-    yield from _judge_claims(book, claims)
-    told: set[Lease] = set()
-    for each in book.told:
-        lease = (each.claim.id, each.claim.token)
-        if lease in told:
-            yield "told twice that it is done", str(each)
-        told.add(lease)
-        yield from _judge_told(each, endings.get(lease))
-    for (id_, token), change in endings.items():
-        if token is not None and (id_, token) not in told | book.unknown:
-            yield "transition that nobody was told of", str(change)
-    written = {(change.txid, change.key) for change in log if change.is_put}
-    yield from (("put without its row", f"{key} in {txid}") for txid, key in book.puts if (txid, key) not in written)
-    yield from _judge_renewals(book, log)
-
-
-def _judge_claims(book: Book, claims: dict[tuple[int, UUID | None], Change]) -> Iterator[Finding]:
-    told = {(claim.id, claim.token): claim for claim in book.claimed}
-    for lease, claim in told.items():
-        change = claims.get(lease)
-        if change is None or (change.epoch, change.generation) != (claim.lease_epoch, claim.generation):
-            yield "claim that is not in the log", f"{claim} {change}"
-    for lease, change in claims.items():
-        if lease not in told and change.token not in book.unknown_tokens:
-            yield "claim that nobody was told of", str(change)
-
-
-def _judge_told(told: Told, change: Change | None) -> Iterator[Finding]:
-    if change is None:
-        yield "told done, but no such transition under its token", str(told)
-    elif change.state != told.state:
-        yield "told another state than was written", f"{told} {change}"
-    elif change.is_success and change.generation != told.claim.generation:
-        yield "success of another generation", f"{told} {change}"
-    elif not change.is_success and isinstance(told.decision, Success) and change.generation == told.claim.generation:
-        yield "success that was dropped", f"{told} {change}"
-
-
-def _judge_renewals(book: Book, log: Sequence[Change]) -> Iterator[Finding]:
-    told = Counter(book.renewed)
-    logged: dict[Lease, int] = defaultdict(int)
-    for change in log:
-        if change.is_renewal and change.token is not None:
-            logged[change.id, change.token] += 1
-            ttl = timedelta(seconds=book.ttls[change.token])
-            assert change.expiry is not None
-            assert change.old_expiry is not None
-            if change.expiry - ttl > change.old_expiry:
-                yield "renewed after the expiry", str(change)
-    for lease in told.keys() | logged.keys():
-        if told[lease] != logged[lease]:
-            yield "renewal under another's token", f"{lease}: told {told[lease]}, logged {logged[lease]}"
-
-
-def _judge_last_puts(log: Iterable[Change]) -> Iterator[Finding]:
-    """After the last put of a row there must be an end, by whom it may be."""
-    for changes in by_job(log).values():
-        last = max(index for index, change in enumerate(changes) if change.is_put)
-        if not any(change.op == "DELETE" or change.state != "pending" for change in changes[last:]):
-            yield "last put never ended", str(changes[last])
 
 
 def _deadlocks(admin: Admin) -> int:
@@ -503,43 +385,3 @@ def _deadlocks(admin: Admin) -> int:
 
 def _has_written(enqueued: Enqueued) -> bool:
     return enqueued.status not in {"unchanged", "kept"}
-
-
-def _job(chance: random.Random, key: str) -> NewJob:
-    delay = timedelta(seconds=chance.uniform(0.05, 0.3)) if chance.random() < 0.1 else None
-    return NewJob(
-        chance.randrange(1000),
-        key,
-        chance.choice(_REVISIONS),
-        delay,
-        priority=chance.choice((0, 0, 1)),
-        urgency=chance.choice(("fresh", "fresh", "catch_up")),
-    )
-
-
-def _insert(job: NewJob) -> Insert:
-    delay = job.delay.total_seconds() if job.delay else 0.0
-    urgency = int(job.urgency == "catch_up")
-    return Insert(job.key or "", job.revision or "", urgency, job.priority, delay, None, None, str(job.payload))
-
-
-def _value(claim: Claim) -> str:
-    return f'"{claim.id} {claim.generation} {claim.token}"'
-
-
-def _decide(chance: random.Random, claim: Claim) -> Success | Settlement:
-    match chance.random():
-        case dice if dice < 0.65:
-            return Success(_value(claim))
-        case dice if dice < 0.75:
-            return Success(None)
-        case dice if dice < 0.83:
-            return Settlement("pending", "again", counts=True, delay_seconds=chance.uniform(0, 0.05))
-        case dice if dice < 0.88:
-            return Settlement("pending", "parked", delay_seconds=0.02)
-        case dice if dice < 0.93:
-            return Settlement("pending", None)
-        case dice if dice < 0.97:
-            return Settlement("failed", "failed", counts=True)
-        case _:
-            return Settlement("cancelled", "cancelled")

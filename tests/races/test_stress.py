@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -17,9 +18,9 @@ from tests.races.stress import Stress
 def stress(dsn: str, admin: Admin) -> Iterator[Stress]:
     install(admin)
     stress = Stress(dsn, admin, random.getrandbits(32))
-    print(f"seed {stress.seed}")
+    sys.stdout.write(f"seed {stress.seed}\n")
     yield stress
-    print(dict(stress.book.counts.most_common()))
+    sys.stdout.write(f"{dict(stress.book.counts.most_common())}\n")
 
 
 def stay_clean(stress: Stress, seconds: float, least: int) -> None:
@@ -57,8 +58,8 @@ BREAKS = {
     "settle, whoever owns the row": ("settle_jobs", FENCE, "", STOLEN),
     "settle that forgets a cancel": (
         "settle_jobs",
-        "state = case when decided.state = 'pending' and j.cancel_requested_at is not null then 'cancelled' else decided.state end",
-        "state = decided.state",
+        "decided.state = 'pending' and j.cancel_requested_at is not null then 'cancelled'",
+        "false then 'cancelled'",
         "cancel request forgotten",
     ),
     "renewal of whoever's lease": ("renew_leases", TOKEN, "", "renewal under another's token"),
@@ -79,7 +80,20 @@ BREAKS = {
 }
 
 
-@pytest.mark.parametrize("broken", BREAKS)
+QUICK = {
+    "finish, whoever owns the row",
+    "finish after the expiry",
+    "finish that waits for rows",
+    "settle that forgets a cancel",
+    "renewal after the expiry",
+    "claim of live leases",
+    "reaping of live leases",
+}
+
+
+@pytest.mark.parametrize(
+    "broken", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in BREAKS]
+)
 def test_the_audit_finds_a_broken_statement(stress: Stress, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     name, part, instead, rule = BREAKS[broken]
     render = statements._render

