@@ -29,7 +29,8 @@ create table {schema}.jobs (
     key                 text collate "C" not null,
     revision            text collate "C" not null default '',    -- '' = none given
     runner              text,
-    last_code           text,
+    last_code           text,                                    -- of the last run without a success
+    last_error          text,                                    -- class of the exception behind it, never its text
     payload             jsonb,
     primary key (kind, id),
     -- (key, kind) and not (kind, key): with kind in front, a plan made while the table was empty takes this index
@@ -80,7 +81,7 @@ select j.kind, j.key, j.id, j.revision, j.generation,
             when j.token is not null then 'running'
             when j.ready_at > pg_catalog.clock_timestamp() then 'scheduled'
             else 'ready' end as state,
-       j.class, j.priority, j.attempts, j.max_attempts, j.evictions, j.last_code, j.runner,
+       j.class, j.priority, j.attempts, j.max_attempts, j.evictions, j.last_code, j.last_error, j.runner,
        j.ready_at, j.lease_expires_at, j.created_at, j.finished_at
 from {schema}.jobs j;
 
@@ -149,7 +150,8 @@ begin
             revision = excluded.revision, generation = j.generation + 1, payload = excluded.payload, version = 1,
             class = case when j.state = 'pending' then least(j.class, excluded.class) else excluded.class end,
             priority = excluded.priority, max_attempts = null, ready_at = excluded.ready_at,
-            state = 'pending', attempts = 0, evictions = 0, last_code = null, cancel_requested_at = null, finished_at = null,
+            state = 'pending', attempts = 0, evictions = 0, last_code = null, last_error = null,
+            cancel_requested_at = null, finished_at = null,
             (token, lease_expires_at, runner) = (select j.token, j.lease_expires_at, j.runner
                 where j.revision = excluded.revision and j.lease_expires_at > clock_timestamp())
         where (j.revision <> excluded.revision or excluded.revision = '')

@@ -18,6 +18,7 @@ from psycopg.pq import ConnStatus, TransactionStatus
 from pgworker.client import put_jobs
 from pgworker.config import Settings
 from pgworker.db import (
+    NO_ANSWER,
     AnyAsyncConnection,
     AnySyncConnection,
     Database,
@@ -28,7 +29,7 @@ from pgworker.db import (
     send,
     send_sync,
 )
-from pgworker.errors import PgworkerError
+from pgworker.errors import DatabaseUnavailable, PgworkerError
 from pgworker.events import Events
 from pgworker.job import Enqueued, IfPending, NewJob, Urgency
 from pgworker.kind import Apply, Handler, Kind, declare_kind, handled_kind
@@ -160,7 +161,7 @@ class App:
         *,
         key: str | None = None,
         revision: str | None = None,
-        delay: timedelta | None = None,
+        delay: timedelta | float | None = None,
         ready_at: datetime | None = None,
         priority: int = 0,
         urgency: Urgency = "fresh",
@@ -171,8 +172,8 @@ class App:
         """Enqueue one job: in a transaction of its own, or in that of `conn`, a psycopg.AsyncConnection.
 
         Raises PayloadError, ConfigError or UnknownKind before anything is sent, then psycopg.Error as it comes, and
-        TimeoutError when there is no answer. Locks the job's row, if it changes, until the transaction ends. When
-        cancelled, the job may have been enqueued or not.
+        DatabaseUnavailable when there is no answer. Locks the job's row, if it changes, until the transaction ends.
+        When cancelled, the job may have been enqueued or not.
         """
         job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
         return (await self.enqueue_many(kind, [job], if_pending=if_pending, conn=conn))[0]
@@ -196,7 +197,11 @@ class App:
 
     async def _run(self, statement: Statement[T]) -> T:
         # The pool is opened by the first statement, not before: what is refused unsent must leave no pool behind.
-        return await (await self._database()).run(statement)
+        database = await self._database()
+        try:
+            return await database.run(statement)
+        except NO_ANSWER as error:
+            raise _unavailable() from error
 
     async def _database(self) -> Database:
         loop = asyncio.get_running_loop()
@@ -242,11 +247,19 @@ class App:
 
 
 class SyncApp:
-    """The same front door for synchronous code: `app.sync.enqueue(...)`. Any thread may use it."""
+    """The same front door for synchronous code: `app.sync.enqueue(...)`. Any thread may use it; `with` closes it."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._databases: dict[int, SyncDatabase] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def enqueue(
         self,
@@ -255,7 +268,7 @@ class SyncApp:
         *,
         key: str | None = None,
         revision: str | None = None,
-        delay: timedelta | None = None,
+        delay: timedelta | float | None = None,
         ready_at: datetime | None = None,
         priority: int = 0,
         urgency: Urgency = "fresh",
@@ -289,7 +302,10 @@ class SyncApp:
         return drive_sync(flow, self._run)
 
     def _run(self, statement: Statement[T]) -> T:
-        return self._database().run(statement)
+        try:
+            return self._database().run(statement)
+        except NO_ANSWER as error:
+            raise _unavailable() from error
 
     def _database(self) -> SyncDatabase:
         database = self._databases.get(os.getpid())
@@ -309,6 +325,11 @@ class SyncApp:
         if database is not None:
             database.close()
         self._registry.close()
+
+
+def _unavailable() -> DatabaseUnavailable:
+    seconds = STORE_TIMEOUT.total_seconds()
+    return DatabaseUnavailable(f"the database did not answer within {seconds:g} s; what was sent may have been written")
 
 
 def _check_connection(conn: object, wanted: type[object], other_door: str) -> None:

@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple, cast
 from uuid import UUID
 
@@ -18,6 +18,12 @@ from pgworker.statements import Insert, Put, Statement, insert_jobs
 from pgworker.tablemap import TableMap
 
 _ROUNDS = 5
+_OPTION_TYPES: dict[str, tuple[type, ...]] = {
+    "delay": (timedelta, int, float),
+    "ready_at": (datetime,),
+    "priority": (int,),
+    "max_attempts": (int,),
+}
 _SMALLINT = 32_767
 
 
@@ -99,7 +105,7 @@ def _row(kind: Kind, job: NewJob, which: str) -> Insert:
         revision=job.revision or "",
         urgency=URGENCIES[job.urgency],
         priority=job.priority,
-        delay_seconds=job.delay.total_seconds() if job.delay is not None else 0.0,
+        delay_seconds=_seconds(job.delay),
         ready_at=job.ready_at,
         max_attempts=job.max_attempts,
         payload=payload,
@@ -107,12 +113,14 @@ def _row(kind: Kind, job: NewJob, which: str) -> Insert:
 
 
 def _check_options(job: NewJob, which: str) -> None:
-    problem = None
+    problem = _wrong_type(job)
+    if problem is not None:
+        raise ConfigError(problem + which)
     if job.revision is not None and job.key is None:
         problem = "a revision says which version of a key's thing this is: give the key, too"
     elif job.delay is not None and job.ready_at is not None:
         problem = "give delay or ready_at, not both"
-    elif job.delay is not None and job.delay < timedelta(0):
+    elif _seconds(job.delay) < 0:
         problem = "a delay is not negative"
     elif job.ready_at is not None and job.ready_at.tzinfo is None:
         problem = "ready_at needs a time zone: datetime.now(UTC), not datetime.now()"
@@ -124,6 +132,19 @@ def _check_options(job: NewJob, which: str) -> None:
         problem = f"max_attempts is at least 1, got {job.max_attempts}"
     if problem is not None:
         raise ConfigError(problem + which)
+
+
+def _wrong_type(job: NewJob) -> str | None:
+    """What is of a type that the database would refuse without a name, or round in silence."""
+    for name, wanted in _OPTION_TYPES.items():
+        value: object = getattr(job, name)
+        if value is not None and (not isinstance(value, wanted) or isinstance(value, bool)):
+            return f"{name} must be {' or '.join(each.__name__ for each in wanted)}, got {type(value).__name__}"
+    return None
+
+
+def _seconds(delay: timedelta | float | None) -> float:
+    return delay.total_seconds() if isinstance(delay, timedelta) else float(delay or 0)
 
 
 def event_key() -> str:

@@ -13,7 +13,7 @@ import anyio
 import psycopg
 from psycopg import errors as pg
 from psycopg.rows import tuple_row
-from psycopg_pool import AsyncConnectionPool, ConnectionPool
+from psycopg_pool import AsyncConnectionPool, ConnectionPool, PoolTimeout
 
 from pgworker.config import conninfo
 from pgworker.statements import Row, Statement
@@ -53,6 +53,10 @@ _SERVER_MARGIN = timedelta(milliseconds=500)  # the server gives up first, so th
 def session_settings(deadline: timedelta) -> bytes:
     """The SET commands for a session whose statements have this deadline."""
     return SESSION.format(timeout_ms=int((deadline - _SERVER_MARGIN).total_seconds() * 1000)).encode()
+
+
+NO_ANSWER = (TimeoutError, PoolTimeout)
+"""What a call raises that got no connection, or no answer, before its deadline."""
 
 
 def is_outage(error: BaseException) -> bool:

@@ -61,14 +61,15 @@ URGENCIES: dict[Urgency, int] = {"fresh": 0, "catch_up": 1}
 class NewJob:
     """One job to enqueue: the payload and, for latest-value work, the key and revision of what it is about.
 
-    `delay` counts from the database's clock at the insert; `ready_at` is an aware instant; at most one is given.
+    `delay` (a number is seconds) counts from the database's clock at the insert; `ready_at` is an aware instant; at
+    most one is given.
     A smaller `priority` runs first.
     """
 
     payload: object = None
     key: str | None = None
     revision: str | None = None
-    delay: timedelta | None = None
+    delay: timedelta | float | None = None
     ready_at: datetime | None = None
     priority: int = 0
     urgency: Urgency = "fresh"

@@ -27,6 +27,7 @@ _log = logging.getLogger("pgworker")
 _BUSY_PAUSE_SECONDS = 0.03
 _ERROR_PAUSE_SECONDS = 0.5
 _NEVER = float("inf")
+_STANDSTILL_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -66,6 +67,9 @@ class LeaseKeeper:
         self._renew_wakes_at = 0.0
         self._guard_wakes_at = 0.0
         self._connection: SyncConnection | None = None
+        self._beat_at = time.monotonic()
+        self._held_since_beat: dict[str, Lease] = {}
+        self._told_of_beat = 0.0
         self.renewals = 0
         """Statements sent; for status and tests."""
 
@@ -75,6 +79,7 @@ class LeaseKeeper:
         held = Held(claim, lease, guard=_guard(lease, sent_at), renew_at=sent_at + heartbeat, stop=stop)
         with self._changed:
             self._held.add(held)
+            self._held_since_beat[claim.kind] = lease
             if held.renew_at < self._renew_wakes_at or held.guard < self._guard_wakes_at:
                 self._changed.notify_all()  # else both threads wake in time: most jobs end before they are looked at
         return held
@@ -83,6 +88,24 @@ class LeaseKeeper:
         """Renew this lease no more: its job is settled, or given up."""
         with self._changed:
             self._held.discard(held)
+
+    def beat(self) -> None:
+        """The event loop says that it turns; call this a few times a second."""
+        with self._changed:
+            self._warn_of_standstill()
+            self._beat_at = time.monotonic()
+            self._held_since_beat = {held.claim.kind: held.lease for held in self._held}
+
+    def _warn_of_standstill(self) -> None:
+        """Once for each standstill that lasts a third of a lease: the handlers beside it stand still as well."""
+        seconds = time.monotonic() - self._beat_at
+        thirds = [lease.ttl.total_seconds() / 3 for lease in self._held_since_beat.values()]
+        if thirds and seconds > max(_STANDSTILL_SECONDS, min(thirds)) and self._told_of_beat != self._beat_at:
+            self._told_of_beat = self._beat_at
+            _log.warning(
+                "the event loop stands still for %.1fs kinds=%s: a handler blocks it; as `def` it has a thread of its own",
+                seconds, ",".join(sorted(self._held_since_beat)),
+            )  # fmt: skip
 
     def close(self) -> None:
         """Let run return."""
@@ -112,6 +135,7 @@ class LeaseKeeper:
     def _wait_for_due(self) -> list[Held] | None:
         """The leases to renew now; None when closed."""
         with self._changed:
+            self._warn_of_standstill()  # (once a heartbeat, that is)
             while not self._closed:
                 now = time.monotonic()
                 if any(each.renew_at <= now for each in self._held):

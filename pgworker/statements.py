@@ -238,6 +238,7 @@ def settle_jobs(
         "counts": [int(settlement.counts) for _, settlement in settled],
         "delays": [settlement.delay_seconds for _, settlement in settled],
         "codes": [settlement.code for _, settlement in settled],
+        "errors": [settlement.error_class for _, settlement in settled],
     }
     return Statement("settle_jobs", _render("settle_jobs", tables), parameters, _answers)
 

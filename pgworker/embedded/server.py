@@ -23,7 +23,6 @@ from pgworker.embedded.supervisor import Plan, Postmaster
 from pgworker.errors import ConfigError, PgworkerError
 
 _TICK = 0.02
-_TCP_TRIES = 3
 
 _REMEDIES = (  # the first that fits
     ("shared memory segment", "shared memory is short: end other servers, or allow the container more (--shm-size)"),
@@ -195,17 +194,12 @@ class EmbeddedPostgres:
             gid=account.group,
             fsync=self._fsync,
         )
-        answer = ""
-        for _ in range(_TCP_TRIES if self._tcp else 1):
-            port = homes.pick_port(self._home) if self._tcp else homes.SOCKET_PORT
-            place = {"port": str(port), "unix_socket_directories": f'"{socket_dir}"'}
-            homes.write_settings(self._home, account, self._settings | place)
-            answer = self._run_supervisor(plan, deadline)
-            if answer == supervisor.READY:
-                return
-            if "could not bind" not in answer:
-                break
-        raise PgworkerError(f"no embedded server in {self._home}: {_with_remedy(answer)}")
+        port = homes.pick_port(self._home) if self._tcp else homes.SOCKET_PORT
+        place = {"port": str(port), "unix_socket_directories": f'"{socket_dir}"'}
+        homes.write_settings(self._home, account, self._settings | place)
+        answer = self._run_supervisor(plan, deadline)
+        if answer != supervisor.READY:
+            raise PgworkerError(f"no embedded server in {self._home}: {_with_remedy(answer)}")
 
     def _run_supervisor(self, plan: Plan, deadline: float) -> str:
         """Start the program, which detaches itself, and read what it says until it hangs up."""

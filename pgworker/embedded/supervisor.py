@@ -36,9 +36,8 @@ LOG_LIMIT = 4 * 1024 * 1024  # two files of this size at most
 STOP_LADDER = ((signal.SIGINT, 30.0), (signal.SIGQUIT, 10.0), (signal.SIGKILL, 5.0))
 LONGEST_STOP = sum(patience for _, patience in STOP_LADDER) + 5.0
 
-# The first such line after a start says why it failed; the last line is often only a farewell.
+# The first such line says why a start failed; the last line is often only a farewell.
 _TELLING = re.compile(rb"FATAL:|PANIC:|error:|could not bind|configuration parameter|for parameter")
-_STARTING = b"pgworker: starting "
 _TICK = 0.01
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
@@ -111,13 +110,11 @@ class BoundedLog:
 
     @property
     def reason(self) -> str:
-        """The line that tells most since a process was started, else the last one."""
+        """The first line that tells why, else the last one."""
         return (self._telling or self._last).decode(errors="replace").strip()
 
     def write(self, line: bytes) -> None:
         """Append one line."""
-        if line.startswith(_STARTING):
-            self._telling = b""
         if not self._telling and _TELLING.search(line):
             self._telling = line
         self._last = line if line.strip() else self._last
@@ -212,14 +209,8 @@ class Supervisor:
         Safe here: we hold the folder's lock, `end_leftovers` found no process of it, and Postgres has a second guard in
         its shared memory.
         """
-        stale = [self._data / "postmaster.pid", *Path(self._plan.socket_dir).glob(".s.PGSQL.*")]
-        try:
-            pid = int(stale[0].read_text().split("\n", 1)[0])
-        except (FileNotFoundError, ValueError):
-            pid = 0
-        if _HAS_PROC or pid <= 0 or not is_alive(pid):
-            for path in stale:
-                path.unlink(missing_ok=True)
+        for path in (self._data / "postmaster.pid", *Path(self._plan.socket_dir).glob(".s.PGSQL.*")):
+            path.unlink(missing_ok=True)
 
     # --- initdb -----------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import msgspec
 
 from pgworker.errors import ConfigError, PayloadError
 from pgworker.payload.compare import lost
-from pgworker.payload.parts import ENCODER, ROOT, Fault, is_array, is_readable, load_foreign, type_name
+from pgworker.payload.parts import ENCODER, ROOT, Fault, is_array, is_readable, load_foreign
 from pgworker.payload.refusal import HAS_NUL, refusal, unstorable
 
 DEFAULT_LIMIT_BYTES: Final = 1024 * 1024
@@ -33,7 +33,8 @@ def codec_for(declared: object, *, limit: int = DEFAULT_LIMIT_BYTES) -> Codec:
         decoder: msgspec.json.Decoder[object] = msgspec.json.Decoder(declared, dec_hook=load_foreign)
         _check_classes(msgspec.inspect.type_info(declared), set())
     except (TypeError, ValueError, NameError, AttributeError, SyntaxError) as error:
-        msg = f"{type_name(declared)} cannot be the type of a payload or result: {error}"
+        name = declared.__name__ if isinstance(declared, type) else str(declared)
+        msg = f"{name} cannot be the type of a payload or result: {error}"
         raise ConfigError(msg) from error
     return Codec(decoder, limit)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from importlib import import_module
-from operator import attrgetter
 from typing import Final, Protocol, TypeAlias, TypeGuard, cast
 
 import msgspec
@@ -79,35 +78,24 @@ def children_of(value: object) -> Iterable[tuple[object, object]] | None:
 def parts_of(value: object) -> Parts | None:
     """Return the names in the JSON and the values of an object's parts, or None for a scalar or an unknown class."""
     kind: type = type(value)
-    read = _reader(kind)
-    return None if read is None else read(value)
+    fields = _fields(kind)
+    if fields is not None:
+        names, attributes = fields
+        return names, [getattr(value, attribute) for attribute in attributes]
+    adapter = _adapter(kind)
+    members = None if adapter is None else adapter.members(value)
+    return None if members is None else (members.keys(), members.values())
 
 
 @lru_cache(maxsize=1024)
-def _reader(kind: type) -> Callable[[object], Parts | None] | None:
-    stored = _stored_names(kind)
-    if stored is not None:
-        names, attributes = stored
-        if len(attributes) > 1:
-            values = attrgetter(*attributes)
-            return lambda value: (names, values(value))
-        return lambda value: (names, [getattr(value, name) for name in attributes])
-    adapter = _adapter(kind)
-    return None if adapter is None else partial(_adapted_parts, adapter)
-
-
-def _stored_names(kind: type[object]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def _fields(kind: type[object]) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+    """The names in the JSON and the attributes of a class that msgspec itself can write."""
     if issubclass(kind, msgspec.Struct):
         return kind.__struct_encode_fields__, kind.__struct_fields__
     if dataclasses.is_dataclass(kind):
         names = tuple(field.name for field in dataclasses.fields(kind))
         return names, names
     return None
-
-
-def _adapted_parts(adapter: Adapter, value: object) -> Parts | None:
-    members = adapter.members(value)
-    return None if members is None else (members.keys(), members.values())
 
 
 @lru_cache(maxsize=1024)
@@ -137,11 +125,6 @@ def load_foreign(kind: type, plain: object) -> object:
     """Turn plain data into a class that msgspec does not know; PayloadError when it does not fit."""
     adapter = _adapter(kind)
     return plain if adapter is None else adapter.load(kind, ENCODER.encode(plain))
-
-
-def type_name(declared: object) -> str:
-    """Return how a message calls a declared type."""
-    return declared.__name__ if isinstance(declared, type) else str(declared)
 
 
 ENCODER: Final = msgspec.json.Encoder(enc_hook=_dump_foreign)

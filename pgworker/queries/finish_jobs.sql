@@ -27,7 +27,8 @@ with input as materialized (
     finished_at = case when good.current or j.cancel_requested_at is not null then good.at end,
     has_result = case when good.current then good.result is not null else j.has_result end,
     token = null, lease_expires_at = null, runner = null, cancel_requested_at = null, evictions = 0,
-    last_code = case when good.current then null else j.last_code end
+    last_code = case when good.current then null else j.last_code end,
+    last_error = case when good.current then null else j.last_error end
   from good
   where j.kind = good.kind and j.id = good.id
   returning j.id, j.kind, j.key, j.revision, j.state, good.current, good.result, good.has_result as had_result, good.at

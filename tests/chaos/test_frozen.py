@@ -112,8 +112,9 @@ async def work(job: Job[object]) -> str:
     assert end_state(admin) == ("succeeded", 0, "done", 1)
 
 
+@pytest.mark.field("L04")
 @pytest.mark.ruling("1.5")
-def test_a_handler_that_blocks_the_loop_keeps_its_lease(start: Start, dsn: str, admin: Admin) -> None:
+def test_a_handler_that_blocks_the_loop_keeps_its_lease_and_is_warned_of(start: Start, dsn: str, admin: Admin) -> None:
     source = """
 @app.kind("work", poll=0.1, lease=Lease.renew(timedelta(seconds=0.6), timedelta(seconds=0.1)))
 async def work(job: Job[object]) -> str:
@@ -126,6 +127,8 @@ async def work(job: Job[object]) -> str:
     blocked.out.expect("began k")
     idle = start(source)
     idle.log.expect("worker starts")
+    assert "kinds=work" in blocked.log.expect("the event loop stands still")
+    assert row(admin, "k")["state"] == "pending"  # it is said while it lasts
     until(lambda: row(admin, "k")["state"] == "succeeded")
     assert end_state(admin) == ("succeeded", 0, "done", 1)
     assert idle.out.silent(0)
@@ -150,6 +153,7 @@ async def work(job: Job[object]) -> str:
 """
 
 
+@pytest.mark.field("L04")
 @pytest.mark.ruling("1.5")
 def test_a_handler_that_keeps_the_interpreter_to_itself_loses_its_lease_and_writes_nothing(
     start: Start, dsn: str, admin: Admin
@@ -163,6 +167,7 @@ def test_a_handler_that_keeps_the_interpreter_to_itself_loses_its_lease_and_writ
     assert "kind=work key=k" in first.log.expect("lost lease")
     first.stop()
     assert first.wait() == 0
+    assert "the event loop stands still" in first.log.text
     assert end_state(admin) == ("succeeded", 0, "second", 2)
     assert not findings(read(admin))
 

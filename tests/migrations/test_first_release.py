@@ -93,7 +93,7 @@ class OldWorker:
         return str(self.send("finish_jobs", self.fence(claimed) | {"results": [value]})[0][1])
 
     def settle(self, claimed: tuple[Any, ...], state: str, code: str | None, delay: float | None) -> str:
-        decision = {"states": [state], "counts": [1], "delays": [delay], "codes": [code]}
+        decision = {"states": [state], "counts": [1], "delays": [delay], "codes": [code], "errors": [None]}
         return str(self.send("settle_jobs", self.fence(claimed) | decision)[0][1])
 
     def renew(self, claimed: tuple[Any, ...]) -> str:

@@ -29,7 +29,7 @@ def job(chance: random.Random, key: str) -> NewJob:
 
 def insert(job: NewJob) -> Insert:
     """The same as a row of the statement."""
-    delay = job.delay.total_seconds() if job.delay else 0.0
+    delay = job.delay.total_seconds() if isinstance(job.delay, timedelta) else 0.0
     urgency = int(job.urgency == "catch_up")
     return Insert(job.key or "", job.revision or "", urgency, job.priority, delay, None, None, str(job.payload))
 

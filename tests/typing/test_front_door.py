@@ -156,7 +156,7 @@ async def enqueue(
     app.sync.enqueue("single", conn=conn)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     await app.enqueue("single", urgency="soon")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     await app.enqueue("single", if_pending="drop")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
-    await app.enqueue("single", delay=5)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+    await app.enqueue("single", delay="5")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     await app.enqueue("single", User("n"), "key")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     await app.enqueue()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     NewJob(None, "k", "r", urgency="soon")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]

@@ -187,7 +187,7 @@ def test_an_event_is_one_line_with_a_time_in_utc(
 
 @pytest.mark.usefixtures("_levels")
 def test_the_log_level_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    log_as_if_alone(monkeypatch, LogLevel.ERROR)
+    log_as_if_alone(monkeypatch, "error")
     logging.getLogger("pgworker").warning("not shown")
     logging.getLogger("pgworker").error("shown")
     assert len(capsys.readouterr().err.splitlines()) == 1

@@ -40,7 +40,7 @@ with now as materialized (
     revision = excluded.revision, generation = j.generation + 1, payload = excluded.payload, version = excluded.version,
     class = case when j.state = 'pending' then least(j.class, excluded.class) else excluded.class end,
     priority = excluded.priority, max_attempts = excluded.max_attempts, ready_at = excluded.ready_at,
-    state = 'pending', attempts = 0, evictions = 0, last_code = null, cancel_requested_at = null, finished_at = null,
+    state = 'pending', attempts = 0, evictions = 0, last_code = null, last_error = null, cancel_requested_at = null, finished_at = null,
     -- Without revisions a running attempt keeps its lease; its finish sees the new generation and makes the row wait again.
     -- (one reading of the clock for the three: a lease that ends between two would leave a token without an expiry)
     (token, lease_expires_at, runner) = (select j.token, j.lease_expires_at, j.runner

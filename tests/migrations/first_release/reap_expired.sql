@@ -24,6 +24,8 @@ with now as materialized (
                  when j.evictions + gone.evicted::int >= %(max_evictions)s::int then 'failed' else 'pending' end,
     last_code = case when j.cancel_requested_at is null and j.evictions + gone.evicted::int >= %(max_evictions)s::int
                      then 'evicted_too_often' else j.last_code end,
+    last_error = case when j.cancel_requested_at is null and j.evictions + gone.evicted::int >= %(max_evictions)s::int
+                      then null else j.last_error end,
     finished_at = case when j.cancel_requested_at is not null or j.evictions + gone.evicted::int >= %(max_evictions)s::int
                        then (select at from now) end,
     cancel_requested_at = null

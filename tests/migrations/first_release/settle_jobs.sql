@@ -3,15 +3,15 @@
 with input as materialized (
   select %(kind)s::text as kind, i.*
   from unnest(%(ids)s::bigint[], %(keys)s::text[], %(revisions)s::text[], %(tokens)s::uuid[], %(generations)s::int[],
-              %(states)s::text[], %(counts)s::int[], %(delays)s::float8[], %(codes)s::text[])
-       as i(id, key, revision, token, generation, state, counts, delay, code)
+              %(states)s::text[], %(counts)s::int[], %(delays)s::float8[], %(codes)s::text[], %(errors)s::text[])
+       as i(id, key, revision, token, generation, state, counts, delay, code, error)
 ), seen as materialized (
   select j.id from input i cross join lateral (
     select j.id from {jobs} j
     where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token) j
 ), held as materialized (
   select locked.* from (select * from input order by kind, id) i cross join lateral (
-    select j.kind, j.id, j.lease_expires_at, j.generation = i.generation as current, i.state, i.counts, i.delay, i.code
+    select j.kind, j.id, j.lease_expires_at, j.generation = i.generation as current, i.state, i.counts, i.delay, i.code, i.error
     from {jobs} j
     where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token
     for no key update skip locked) locked
@@ -21,7 +21,7 @@ with input as materialized (
   select held.kind, held.id, held.current, held.counts, now.at,
          case when held.current then held.state else 'pending' end as state,
          case when held.current then held.delay end as delay,
-         case when held.current then held.code end as code
+         case when held.current then held.code end as code, held.error
   from held cross join now where held.lease_expires_at > now.at
 ), done as (
   update {jobs} j set
@@ -32,6 +32,7 @@ with input as materialized (
     evictions = case when decided.counts > 0 then 0 else j.evictions end,
     ready_at = case when decided.delay is null then j.ready_at else decided.at + decided.delay * interval '1 second' end,
     last_code = coalesce(decided.code, j.last_code),
+    last_error = case when decided.code is null then j.last_error else decided.error end,
     token = null, lease_expires_at = null, runner = null, cancel_requested_at = null
   from decided
   where j.kind = decided.kind and j.id = decided.id
