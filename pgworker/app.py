@@ -207,10 +207,18 @@ class App:
         loop = asyncio.get_running_loop()
         pid, database = self._databases.get(loop, (0, None))
         if database is None or pid != os.getpid():
+            self._abandon_closed_loops()
             database = Database(self.settings.dsn, "enqueue", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
             self._databases[loop] = (os.getpid(), database)
             await database.open()
         return database
+
+    def _abandon_closed_loops(self) -> None:
+        """Each asyncio.run() has a loop of its own, whose pool holds it: nothing else would ever let go of the two."""
+        for loop in [loop for loop in list(self._databases) if loop.is_closed()]:
+            pid, database = self._databases.pop(loop)
+            if pid == os.getpid():
+                database.abandon()
 
     async def run_flow(self, flow: Flow[T]) -> T:
         """Run a flow of statements on the app's own pool, each in a transaction of its own."""

@@ -12,6 +12,7 @@ import anyio
 
 from pgworker.errors import PayloadError
 from pgworker.events import Event, JobLost
+from pgworker.executors.guest import Contained, is_stopping
 from pgworker.executors.results import raised
 from pgworker.finisher import Ending, Finisher
 from pgworker.job import Cause, Claim, Job, Signal
@@ -22,6 +23,7 @@ from pgworker.outcome import (
     HANDLER_RESULT_COUNT,
     HANDLER_TIMEOUT,
     PAYLOAD_INVALID,
+    RESULT_REJECTED,
     Cancel,
     Failed,
     Released,
@@ -31,6 +33,7 @@ from pgworker.outcome import (
     Settlement,
     Success,
     decide,
+    is_result,
 )
 
 
@@ -139,18 +142,27 @@ class Attempt:
 
     async def _results(self, jobs: Sequence[Job[object]]) -> Sequence[Result]:
         try:
-            results = await self._tools.call(jobs)
-        except Exception as error:  # noqa: BLE001 - a middleware may raise anything; the executors do not
+            async with Contained():
+                results = await self._tools.call(jobs)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a middleware may raise anything; the executors do not
+            if isinstance(error, asyncio.CancelledError) and is_stopping():
+                raise
             return raised(self._tools.kind, error, len(jobs))
         if len(results) != len(jobs):
             return [Failed(HANDLER_RESULT_COUNT, permanent=True)] * len(jobs)
-        return results
+        return [each if is_result(each) else Failed(RESULT_REJECTED, type(each).__name__) for each in results]
 
     def _decode(self, item: _Item) -> None:
         try:
             payload = self._tools.kind.payload.decode(item.claim.payload or "null")
         except PayloadError as error:
             item.result = Failed(PAYLOAD_INVALID, f"PayloadError at {error.path}", permanent=True)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a type's own code may raise anything; memory may be short
+            (item.result,) = raised(self._tools.kind, error, 1)
         else:
             object.__setattr__(item.job, "payload", payload)
 

@@ -54,7 +54,8 @@ def connect_options(role: str) -> dict[str, str | int]:
     """Libpq keywords for a connection with this role (`worker`, `listen`, `lease`, ...), shown in pg_stat_activity.
 
     Keepalives notice a dead peer while we wait, tcp_user_timeout while our own bytes are unacknowledged: without both a
-    silent network loss hangs for minutes. A standby is never good enough: everything here writes.
+    silent network loss hangs for minutes. A standby is never good enough: everything here writes. Keys and payloads are
+    any text there is, whatever PGCLIENTENCODING or the role's settings say.
     """
     return {
         "application_name": f"pgworker {role}"[:_APPLICATION_NAME_BYTES],
@@ -65,4 +66,5 @@ def connect_options(role: str) -> dict[str, str | int]:
         "keepalives_count": 3,
         "tcp_user_timeout": 10_000,
         "target_session_attrs": "read-write",
+        "client_encoding": "UTF8",
     }

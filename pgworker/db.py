@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
+import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
-from typing import Any, TypeAlias, TypeVar, cast
+from typing import Any, Self, TypeAlias, TypeVar, cast
 
 import anyio
 import psycopg
@@ -36,12 +38,15 @@ set enable_sort = off;
 set log_parameter_max_length_on_error = 0;
 do $$ begin set log_error_verbosity = terse; exception when insufficient_privilege then null; end $$;
 set client_min_messages = warning;
+set datestyle = 'ISO';
+set idle_session_timeout = 0;
 set statement_timeout = {timeout_ms};
 set idle_in_transaction_session_timeout = {timeout_ms}
 """
 """What every session of the runtime says for itself, whatever the role's or the database's defaults are.
 
-The fences rely on READ COMMITTED. Row security fails loudly instead of hiding rows. The planner settings pin the walk
+The fences rely on READ COMMITTED. Row security fails loudly instead of hiding rows. The driver reads instants in
+ISO style only. An idle connection of a pool must not be ended under it. The planner settings pin the walk
 along jobs_ready on tables whose statistics are young or missing. Parameters never reach the server's log; nor do rows
 that a constraint refuses, which Postgres quotes in an error's details, if the role may be terse there: a superuser, a
 role with SET on log_error_verbosity (PostgreSQL 15), or one that was given the setting by ALTER ROLE.
@@ -104,6 +109,42 @@ def send_sync(connection: AnySyncConnection, statement: Statement[T]) -> T:
     return statement.read(cast("list[Row]", rows))
 
 
+def _heed_goodbye(connection: AsyncConnection | SyncConnection) -> None:
+    """Raise for a connection that ended while it lay in the pool, seen without asking the server.
+
+    Else the first statements after a restart of the server would fail, one for each connection that lay there.
+    """
+    for _ in range(2):  # the server's last words, then the end of the stream
+        connection.pgconn.consume_input()
+
+
+async def _check(connection: AsyncConnection) -> None:
+    _heed_goodbye(connection)
+
+
+@contextmanager
+def _insisting() -> Generator[None, None, None]:
+    """Around what a task of the async pool does: it takes a cancellation for one more failure to connect, and lives on.
+
+    At its end asyncio.run() cancels what is left and waits for it, for ever without a second cancellation.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None:
+            asyncio.get_running_loop().call_soon(task.cancel)
+        raise
+
+
+class _PooledConnection(psycopg.AsyncConnection[tuple[object, ...]]):
+    @classmethod
+    async def connect(cls, conninfo: str = "", **options: Any) -> Self:  # noqa: ANN401 - libpq's keywords
+        """As the base class, but for a cancellation."""
+        with _insisting():
+            return await super().connect(conninfo, **options)
+
+
 class Database:
     """Statements of one event loop, each in a transaction of its own on a pooled connection.
 
@@ -114,20 +155,25 @@ class Database:
 
     def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int, ready: int = 0) -> None:
         self.deadline = deadline
+        self._made: weakref.WeakSet[AsyncConnection] = weakref.WeakSet()
         self._pool: AsyncConnectionPool[AsyncConnection] = AsyncConnectionPool(
             conninfo(dsn, role),
+            connection_class=_PooledConnection,
             kwargs={"autocommit": True},
             min_size=ready,
             max_size=connections,
             open=False,
             timeout=deadline.total_seconds(),
             configure=self._configure,
+            check=_check,
             name=f"pgworker {role}",
             reconnect_timeout=deadline.total_seconds(),  # the longer, the farther apart are its last tries
         )
 
     async def _configure(self, connection: AsyncConnection) -> None:
-        await connection.execute(session_settings(self.deadline))
+        self._made.add(connection)
+        with _insisting():
+            await connection.execute(session_settings(self.deadline))
 
     async def open(self) -> None:
         """Start the pool; connections are made in the background."""
@@ -136,6 +182,11 @@ class Database:
     async def close(self) -> None:
         """Close the pool's connections."""
         await self._pool.close(timeout=1)
+
+    def abandon(self) -> None:
+        """Close the connections of a pool whose event loop has been closed."""
+        for connection in self._made:
+            connection.pgconn.finish()
 
     async def run(self, statement: Statement[T], *, within: float = float("inf")) -> T:
         """Run and commit one statement, three times if it loses a deadlock or a serialization conflict.
@@ -190,6 +241,7 @@ class SyncDatabase:
             open=False,
             timeout=deadline.total_seconds(),
             configure=self._configure,
+            check=_heed_goodbye,
             name=f"pgworker {role}",
             reconnect_timeout=deadline.total_seconds(),  # the longer, the farther apart are its last tries
         )

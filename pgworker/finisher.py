@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import anyio
 import anyio.to_thread
 import psycopg
 from psycopg.errors import QueryCanceled
+from psycopg.pq import TransactionStatus
 
-from pgworker.db import Database, SyncDatabase, is_conflict, is_data_error, is_outage, send, send_sync
+from pgworker.db import (
+    AsyncConnection,
+    Database,
+    SyncConnection,
+    SyncDatabase,
+    is_conflict,
+    is_data_error,
+    is_outage,
+    send,
+    send_sync,
+)
 from pgworker.events import Event, JobLost, JobSettled, RunnerTrouble
+from pgworker.executors.guest import Contained, is_stopping
+from pgworker.executors.results import raised
 from pgworker.job import Claim, Job
 from pgworker.kind import Kind
 from pgworker.leases import Held
 from pgworker.outcome import (
-    HANDLER_FAILED,
     QUEUE_COMPLETE_FAILED,
     QUEUE_RELEASE_FAILED,
     QUEUE_RETRY_FAILED,
@@ -38,6 +52,8 @@ from pgworker.statements import Answer
 _MOST_AT_ONCE = 500
 _APPLY_TIMEOUTS = 3
 _LOST = Answer("lost", None)
+_NEW_WORK = Answer("done", "pending")
+_ENDED = (TransactionStatus.IDLE, TransactionStatus.UNKNOWN)
 
 
 @dataclass(slots=True, eq=False)
@@ -203,29 +219,58 @@ class Finisher:
         The order is the app's own (its rows first, the job's last), so that the two cannot deadlock. A value or row
         that the database refuses is the job's failure; a lost lease takes the app's writes back with it.
         """
-        timeouts = 0
-        tried = 0
+        tries = _Tries()
         while not self._given_up(ending):
-            tried += 1
-            try:
-                answer = await self._apply_once(ending)
-            except Exception as error:  # noqa: BLE001 - apply is the app's code: whatever it raises is the job's failure
-                timeouts += isinstance(error, (TimeoutError, QueryCanceled))
-                if (is_outage(error) or is_conflict(error)) and timeouts < _APPLY_TIMEOUTS:
-                    self._tell(RunnerTrouble(self._kind.name, QUEUE_COMPLETE_FAILED, type(error).__name__))
-                    await anyio.sleep(_backoff(tried))
-                    continue
-                self._decide_anew(ending, Failed(_apply_code(error), type(error).__name__))
-                await self.write([ending])
+            pause = await self._try_to_apply(ending, tries)
+            if pause is None:
                 return
-            if answer.verdict == "busy":
-                await anyio.sleep(random.uniform(0.005, 0.05))  # noqa: S311 - spreads retries
-            elif answer.verdict == "done" and answer.state != "succeeded":
-                await self.write([ending])  # new work came meanwhile: nothing of this run is kept, the row waits again
-                return
-            else:
-                self._answered(ending, answer)
-                return
+            await anyio.sleep(pause)
+
+    async def _try_to_apply(self, ending: Ending, tries: _Tries) -> float | None:
+        """One try; returns the seconds until the next, or None when the job has its verdict."""
+        tries.made += 1
+        try:
+            answer = await self._apply_once(ending)
+        except _TakeBack as back:
+            answer = back.answer
+            if answer.verdict in ("lost", "done"):
+                return await self._superseded_in_apply(ending, tries)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # apply is the app's code: whatever it raises is the job's failure
+            if isinstance(error, asyncio.CancelledError) and is_stopping():
+                raise
+            return await self._apply_failed(ending, error, tries)
+        if answer.verdict == "busy":
+            return random.uniform(0.005, 0.05)  # noqa: S311 - spreads retries
+        if answer == _NEW_WORK:
+            await self.write([ending])  # new work came meanwhile: nothing of this run is kept, the row waits again
+        else:
+            self._answered(ending, answer)
+        return None
+
+    async def _superseded_in_apply(self, ending: Ending, tries: _Tries) -> float | None:
+        """Somebody put new work, which the next try's check will see; or apply did, which the rollback has undone."""
+        tries.superseded += 1
+        if tries.superseded == 1:
+            return 0.0
+        self._decide_anew(ending, Failed(QUEUE_COMPLETE_FAILED, "SupersededByItself"))
+        await self.write([ending])
+        return None
+
+    async def _apply_failed(self, ending: Ending, error: BaseException, tries: _Tries) -> float | None:
+        tries.timed_out += isinstance(error, (TimeoutError, QueryCanceled))
+        if (is_outage(error) or is_conflict(error)) and tries.timed_out < _APPLY_TIMEOUTS:
+            self._tell(RunnerTrouble(self._kind.name, QUEUE_COMPLETE_FAILED, type(error).__name__))
+            return _backoff(tries.made)
+        (failed,) = raised(self._kind, error.error if isinstance(error, _ElsewhereError) else error, 1)
+        if is_data_error(error):
+            failed = replace(failed, code=RESULT_REJECTED)
+        elif isinstance(error, (psycopg.Error, TimeoutError)):
+            failed = replace(failed, code=QUEUE_COMPLETE_FAILED)
+        self._decide_anew(ending, failed)
+        await self.write([ending])
+        return None
 
     async def _apply_once(self, ending: Ending) -> Answer:
         if not self._kind.is_async:
@@ -233,29 +278,37 @@ class Finisher:
         apply = self._kind.apply
         assert apply is not None  # noqa: S101 - only called for kinds that have one
         success = cast("Success", ending.decision)
-        try:
-            async with self._apply_database.transaction() as connection:
-                if not await send(connection, self._queue.check(ending.claim)):
-                    return _LOST
-                await apply(connection, ending.job, ending.itself)
-                answers = await send(connection, self._queue.finish([(ending.claim, success)]))
-                return _kept(answers.get(ending.claim.id, _LOST))
-        except _TakeBack as back:
-            return back.answer
+        async with self._apply_database.transaction() as connection:
+            generation = await send(connection, self._queue.check(ending.claim))
+            if generation != ending.claim.generation:
+                return _LOST if generation is None else _NEW_WORK
+            with _apps_code(connection):
+                async with Contained():
+                    await apply(connection, ending.job, ending.itself)
+            answers = await send(connection, self._queue.finish([(ending.claim, success)]))
+            return _kept(answers.get(ending.claim.id, _LOST))
 
     def _apply_in_thread(self, ending: Ending) -> Answer:
         apply = self._kind.apply
         assert apply is not None  # noqa: S101 - only called for kinds that have one
         success = cast("Success", ending.decision)
-        try:
-            with self._sync_apply_database.transaction() as connection:
-                if not send_sync(connection, self._queue.check(ending.claim)):
-                    return _LOST
+        with self._sync_apply_database.transaction() as connection:
+            generation = send_sync(connection, self._queue.check(ending.claim))
+            if generation != ending.claim.generation:
+                return _LOST if generation is None else _NEW_WORK
+            with _apps_code(connection):
                 apply(connection, ending.job, ending.itself)
-                answers = send_sync(connection, self._queue.finish([(ending.claim, success)]))
-                return _kept(answers.get(ending.claim.id, _LOST))
-        except _TakeBack as back:
-            return back.answer
+            answers = send_sync(connection, self._queue.finish([(ending.claim, success)]))
+            return _kept(answers.get(ending.claim.id, _LOST))
+
+
+@dataclass(slots=True)
+class _Tries:
+    """How often one job's own writes were tried, and what stopped them."""
+
+    made: int = 0
+    timed_out: int = 0
+    superseded: int = 0
 
 
 class _TakeBack(Exception):
@@ -264,17 +317,36 @@ class _TakeBack(Exception):
         self.answer = answer
 
 
+class _ElsewhereError(Exception):
+    """The app's own writes met a dead connection that is not the one they were given."""
+
+    def __init__(self, error: psycopg.Error) -> None:
+        super().__init__()
+        self.error = error
+
+
+class TransactionEndedError(Exception):
+    """The app's own writes have committed, rolled back or closed what was to be completed after them."""
+
+
+@contextmanager
+def _apps_code(connection: AsyncConnection | SyncConnection) -> Generator[None, None, None]:
+    """Around the app's own writes: what they do to the connection is no outage, which would be waited out for ever."""
+    try:
+        yield
+    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+        if error.sqlstate is None and not connection.broken:
+            raise _ElsewhereError(error) from error
+        raise
+    if connection.info.transaction_status in _ENDED and not connection.broken:
+        raise TransactionEndedError
+
+
 def _kept(answer: Answer) -> Answer:
     """The answer, if the job did succeed; anything else takes the app's writes back."""
     if answer.verdict != "done" or answer.state != "succeeded":
         raise _TakeBack(answer)
     return answer
-
-
-def _apply_code(error: Exception) -> str:
-    if is_data_error(error):
-        return RESULT_REJECTED
-    return QUEUE_COMPLETE_FAILED if isinstance(error, (psycopg.Error, TimeoutError)) else HANDLER_FAILED
 
 
 def _trouble_code(decision: Decision) -> str:

@@ -103,7 +103,7 @@ class LeaseKeeper:
         if thirds and seconds > max(_STANDSTILL_SECONDS, min(thirds)) and self._told_of_beat != self._beat_at:
             self._told_of_beat = self._beat_at
             _log.warning(
-                "the event loop stands still for %.1fs kinds=%s: a handler blocks it; as `def` it has a thread of its own",
+                "the event loop stands still for %.1fs kinds=%s: a handler blocks it; as `def` it would have a thread",
                 seconds, ",".join(sorted(self._held_since_beat)),
             )  # fmt: skip
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from types import NoneType
 from typing import Literal, TypeAlias, assert_never
 
 from pgworker.errors import ConfigError
@@ -28,6 +29,7 @@ QUEUE_INVALID_CLAIM = "queue_invalid_claim"
 QUEUE_BATCH_LIMIT_EXCEEDED = "queue_batch_limit_exceeded"
 
 _MAX_CODE_LENGTH = 63
+_LONGEST = timedelta(days=3650)  # past that, instants leave the range of the database's timestamps
 
 
 def _checked(code: str, default: str) -> str:
@@ -37,6 +39,13 @@ def _checked(code: str, default: str) -> str:
         msg = f"a code is one printable ASCII word of at most {_MAX_CODE_LENGTH} characters (it is stored and shown)"
         raise ConfigError(msg)
     return code
+
+
+def _check_wait(name: str, wait: object) -> None:
+    """Refuse, in the handler and not in the runner, a wait that the table could not keep."""
+    if not isinstance(wait, timedelta) or not timedelta(0) <= wait <= _LONGEST:
+        msg = f"{name} must be a timedelta from 0 to {_LONGEST.days} days, got {wait!r}"
+        raise ConfigError(msg)
 
 
 # --- What a handler may return instead of a value -------------------------------------------------------------------
@@ -51,6 +60,8 @@ class Retry:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", _checked(self.code, HANDLER_FAILED))
+        if self.after is not None:
+            _check_wait("after", self.after)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,7 @@ class Park:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", _checked(self.code, "parked"))
+        _check_wait("delay", self.delay)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +95,7 @@ class Pause:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", _checked(self.code, "paused"))
+        _check_wait("for_", self.for_)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +137,13 @@ class Released:
 
 
 Result: TypeAlias = Returned | Failed | Released | Retry | Permanent | Park | Pause | Cancel
+
+
+def is_result(value: object) -> bool:
+    """Whether a middleware has given back something that can be judged and stored."""
+    if isinstance(value, Returned):
+        return isinstance(value.value, (str, NoneType))
+    return isinstance(value, (Failed, Released, Retry, Permanent, Park, Pause, Cancel))
 
 
 # --- What the table shall say ---------------------------------------------------------------------------------------

@@ -35,8 +35,8 @@ class Queue(Protocol):
         """Write any other end of a run, for those jobs that are still ours."""
         ...
 
-    def check(self, claim: Claim) -> Statement[bool]:
-        """Whether this job is still ours; at the start of a transaction that will finish it."""
+    def check(self, claim: Claim) -> Statement[int | None]:
+        """The job's generation if it is still ours; at the start of a transaction that will finish it."""
         ...
 
     def reap(self, lane: Lane, *, limit: int, after: tuple[datetime, int] = BEGINNING) -> Statement[Reaped]:
@@ -80,7 +80,7 @@ class JobsTable:
         """See Queue."""
         return statements.settle_jobs(self.tables, self.kind.name, settled)
 
-    def check(self, claim: Claim) -> Statement[bool]:
+    def check(self, claim: Claim) -> Statement[int | None]:
         """See Queue."""
         return statements.check_fence(self.tables, claim)
 

@@ -8,6 +8,8 @@ from typing import Literal, TypeAlias
 
 from pgworker.errors import ConfigError
 
+_LONGEST = timedelta(days=3650)  # past that, instants leave the range of the database's timestamps
+
 Jitter: TypeAlias = Literal["none", "additive", "symmetric", "full"]
 
 
@@ -25,8 +27,8 @@ class Backoff:
     spread: float = 0.2
 
     def __post_init__(self) -> None:
-        if self.base <= timedelta(0) or self.cap < self.base:
-            msg = f"backoff needs 0 < base <= cap, got base={self.base} cap={self.cap}"
+        if not timedelta(0) < self.base <= self.cap <= _LONGEST:
+            msg = f"backoff needs 0 < base <= cap <= {_LONGEST.days} days, got base={self.base} cap={self.cap}"
             raise ConfigError(msg)
         if not 0 <= self.spread <= 1:
             msg = f"backoff spread is a share from 0 to 1, got {self.spread}"

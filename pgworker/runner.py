@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -19,7 +20,9 @@ from pgworker.db import Database, SyncDatabase
 from pgworker.errors import AlreadyRunning
 from pgworker.events import Event, Events, JobLost, JobSettled, RunnerTrouble
 from pgworker.executors import Executor
+from pgworker.executors.guest import is_stopping
 from pgworker.executors.inline import InlineExecutor
+from pgworker.executors.results import raised
 from pgworker.executors.thread import ThreadExecutor
 from pgworker.finisher import Finisher
 from pgworker.job import Claim, Job
@@ -27,7 +30,7 @@ from pgworker.kind import Kind
 from pgworker.leases import LeaseKeeper
 from pgworker.listener import Wake
 from pgworker.middleware import Middleware, Next, compose
-from pgworker.outcome import QUEUE_RELEASE_FAILED, Result, Settlement
+from pgworker.outcome import HANDLER_PANIC, QUEUE_RELEASE_FAILED, Result, Settlement
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.queue import Queue
 
@@ -279,6 +282,12 @@ class Runner:
     async def _run_attempt(self, attempt: Attempt) -> None:
         try:
             await attempt.run()
+        except asyncio.CancelledError as error:
+            if is_stopping():
+                raise
+            self._lost_track(error)  # of the app's making; passed on, it would end the runner in silence
+        except Exception as error:  # noqa: BLE001 - a fault of ours in one call must not take the whole worker along
+            self._lost_track(error)
         finally:
             if attempt.pause_seconds:
                 self._paused_until = max(self._paused_until, time.monotonic() + attempt.pause_seconds)
@@ -287,6 +296,11 @@ class Runner:
                 self._last_chance = None
             self._slot_freed.set()
             self._slot_freed = anyio.Event()
+
+    def _lost_track(self, error: BaseException) -> None:
+        """A call ended without a verdict on its jobs: their leases run out, and they run again."""
+        raised(self.kind, error, 1)  # says where it came from
+        self._note(RunnerTrouble(self.kind.name, HANDLER_PANIC, type(error).__name__))
 
     # --- status -----------------------------------------------------------------------------------------------------
 

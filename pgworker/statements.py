@@ -289,13 +289,13 @@ def reap_expired(
     return Statement("reap_expired", _render("reap_expired", tables), parameters, read)
 
 
-def check_fence(tables: TableMap, claim: Claim) -> Statement[bool]:
-    """Whether this claim still owns its job; also readies the transaction for the app's own statements."""
+def check_fence(tables: TableMap, claim: Claim) -> Statement[int | None]:
+    """The job's generation if this claim still owns it; also readies the transaction for the app's own statements."""
     return Statement(
         "check_fence",
         _render("check_fence", tables),
         {"kind": claim.kind, "id": claim.id, "key": claim.key, "revision": claim.revision, "token": claim.token},
-        lambda rows: bool(rows[0][0]),
+        lambda rows: cast("int | None", rows[0][0]),
     )
 
 

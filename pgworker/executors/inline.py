@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections.abc import Sequence
 
+from pgworker.executors.guest import Contained, is_stopping
 from pgworker.executors.results import raised, returned
 from pgworker.job import Job
 from pgworker.kind import Kind
@@ -19,15 +20,15 @@ class InlineExecutor:
         """See Executor."""
         assert kind.handler is not None  # noqa: S101 - the runner refuses kinds without one
         try:
-            answer = await kind.handler(list(jobs) if kind.batch else jobs[0])
+            async with Contained():
+                answer = await kind.handler(list(jobs) if kind.batch else jobs[0])
+            return returned(kind, answer, len(jobs))
         except asyncio.CancelledError as error:
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
+            if is_stopping():
                 raise
-            return raised(kind, error, len(jobs))  # the handler's own doing, nobody cancelled this task
+            return raised(kind, error, len(jobs))  # the handler's own doing, nobody asked it to stop
         except KeyboardInterrupt:
             signal.raise_signal(signal.SIGINT)  # a Ctrl-C speaks to the process, whatever it struck: the worker stops
             return [Released()] * len(jobs)
         except BaseException as error:  # noqa: BLE001 - handlers may raise anything, SystemExit included
             return raised(kind, error, len(jobs))
-        return returned(kind, answer, len(jobs))

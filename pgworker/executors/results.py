@@ -67,7 +67,7 @@ def _codec(kind: Kind, answer: object) -> Codec:
         return codec_for(object)
 
 
-def raised(kind: Kind, error: BaseException, count: int) -> Sequence[Result]:
+def raised(kind: Kind, error: BaseException, count: int) -> Sequence[Failed]:
     """The results of a call that raised: a failure, or a panic for what is no Exception. Logs where, never what."""
     panic = not isinstance(_innermost(error), (Exception, asyncio.CancelledError))
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]

@@ -7,8 +7,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import psycopg
 import pytest
 
 from pgworker import NewJob
@@ -74,3 +75,10 @@ def until(condition: Callable[[], bool], *, within: float = 20.0) -> None:
     while not condition():
         assert time.monotonic() < give_up_at, "it did not come to pass in time"
         time.sleep(0.01)
+
+
+def wait_until_ready(admin: psycopg.Connection[Any], *workers: Worker) -> None:
+    """Until they have reported themselves."""
+    names = [f"%:{worker.pid}:%" for worker in workers]
+    count = "select count(*) from pgworker.runners where runner like any(%s)"
+    until(lambda: admin.execute(count, [names]).fetchone() == (len(workers),))

@@ -35,7 +35,7 @@ class Proxy:
         """The way to the same database through the proxy."""
         parts = dict(self._parts)
         passfile = parts.pop("passfile", None)
-        if passfile is not None:
+        if passfile is not None and "password" not in parts:
             parts["password"] = Path(passfile).read_text(encoding="utf-8").strip().rsplit(":", 1)[1]
         host, port = self._listener.getsockname()
         parts |= {"host": host, "port": str(port), "sslmode": "disable", "gssencmode": "disable"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.chaos.audit import Admin, findings, install, read
-from tests.chaos.processes import Start, put, until
+from tests.chaos.processes import Start, put, until, wait_until_ready
 from tests.handles import result, row
 
 
@@ -146,7 +146,7 @@ def hopeless(length: int) -> float:
 @app.kind("work", poll=0.1, lease=SHORT)
 async def work(job: Job[object]) -> str:
     if WHO == "first":
-        length = next(length for length in range(16, 40) if hopeless(length) > 0.05)
+        length = next(length for length in range(16, 40) if hopeless(length) > 0.06)
         say("began", job.key)
         hopeless(length + 5)
     return WHO
@@ -159,10 +159,12 @@ def test_a_handler_that_keeps_the_interpreter_to_itself_loses_its_lease_and_writ
     start: Start, dsn: str, admin: Admin
 ) -> None:
     install(admin)
+    first, second = start(GREEDY, env={"WHO": "first"}), start(GREEDY, env={"WHO": "second"})
+    wait_until_ready(admin, first, second)
+    second.freeze()
     put(dsn, "k")
-    first = start(GREEDY, env={"WHO": "first"})
     first.out.expect("began k")
-    start(GREEDY, env={"WHO": "second"})
+    second.thaw()
     until(lambda: row(admin, "k")["state"] == "succeeded")
     assert "kind=work key=k" in first.log.expect("lost lease")
     first.stop()

@@ -10,7 +10,7 @@ import pytest
 
 from pgworker import NewJob
 from tests.chaos.audit import Admin, Change, by_job, findings, install, read, told
-from tests.chaos.processes import Start, Worker, put, until
+from tests.chaos.processes import Start, Worker, put, until, wait_until_ready
 from tests.handles import Hand, hand, row
 
 LEASE = 2.0
@@ -22,13 +22,6 @@ async def work(job: Job[object]) -> str:
     await asyncio.sleep(0.01)
     return job.key
 """
-
-
-def wait_until_ready(admin: Admin, *workers: Worker) -> None:
-    """Until they have reported themselves."""
-    names = [f"%:{worker.pid}:%" for worker in workers]
-    count = "select count(*) from pgworker.runners where runner like any(%s)"
-    until(lambda: admin.execute(count, [names]).fetchone() == (len(workers),))
 
 
 def enqueue(hand: Hand, numbers: range) -> None:

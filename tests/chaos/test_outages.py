@@ -23,7 +23,7 @@ from pgworker.schema import migrate
 from pgworker.statements import Due, Statement
 from tests.chaos.audit import Admin, findings, install, read
 from tests.databases import TABLES
-from tests.handles import Recorder, row, running
+from tests.handles import Recorder, hand, row, running
 
 
 @pytest.fixture
@@ -75,6 +75,12 @@ class Handlers:
     def _tell(self) -> None:
         self._changed.set()
         self._changed = anyio.Event()
+
+
+def succeeded(admin: Admin) -> int:
+    found = admin.execute("select count(*) from pgworker.jobs where state = 'succeeded'").fetchone()
+    assert found is not None
+    return int(found[0])
 
 
 def check_log(dsn: str, jobs: int) -> None:
@@ -173,6 +179,32 @@ async def test_what_ends_during_an_outage_shorter_than_its_lease_is_written_afte
     assert {key: len(runs) for key, runs in handlers.runs.items()} == {f"k{number}": 1 for number in range(20)}
     assert not seen.of(JobLost)
     check_log(own_server.dsn, 20)
+
+
+@pytest.mark.field("L17")
+async def test_a_recovery_that_an_outage_interrupts_is_completed(own_server: EmbeddedPostgres) -> None:
+    orphans = 250
+    app = App(own_server.dsn)
+
+    @app.kind("work", poll=0.2, lease=Lease.renew(timedelta(seconds=2)))
+    async def work(job: Job[int]) -> int:
+        await anyio.sleep(0.02)
+        return job.payload
+
+    by_hand = hand(own_server.dsn)
+    by_hand.enqueue_many([NewJob(number, f"k{number}", "r") for number in range(orphans)])
+    assert len(by_hand.claim(orphans, ttl_seconds=0.01)) == orphans  # by a worker that is no more
+    by_hand.connection.close()
+    seen = Recorder(app)
+    async with app, running(app.worker()):
+        await seen.wait(lambda: len(seen.of(JobSettled)) >= 50)
+        await anyio.to_thread.run_sync(own_server.stop)
+        await anyio.to_thread.run_sync(own_server.start)
+        with psycopg.connect(own_server.dsn, autocommit=True) as admin:
+            await seen.wait(lambda: succeeded(admin) == orphans)
+            log = read(admin)
+    assert sum(change.is_success for change in log) == orphans
+    assert not findings(log)
 
 
 async def test_a_claim_that_comes_after_a_long_wait_for_a_connection_is_not_taken_for_old(

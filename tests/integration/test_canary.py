@@ -15,7 +15,7 @@ import anyio
 import psycopg
 import pytest
 
-from pgworker import App, Job, Lease, NewJob, Retry, outcome
+from pgworker import App, Job, Lease, NewJob, Permanent, Retry, outcome
 from pgworker.db import Database
 from pgworker.events import Event, JobLost, JobSettled, RunnerTrouble
 from pgworker.job import Claim
@@ -103,7 +103,7 @@ class Lying:
     def settle(self, settled: Sequence[tuple[Claim, Settlement]]) -> Statement[dict[int, Answer]]:
         return self.real.settle(settled)
 
-    def check(self, claim: Claim) -> Statement[bool]:
+    def check(self, claim: Claim) -> Statement[int | None]:
         return self.real.check(claim)
 
     def reap(self, lane: Lane, *, limit: int, after: tuple[datetime, int] = BEGINNING) -> Statement[Reaped]:
@@ -169,15 +169,16 @@ def stage(app: App, admin: Admin, trouble: Trouble, lie: Lie) -> Stage:
 
 
 async def handler_failed(stage: Stage) -> None:
-    @stage.app.kind("work", max_attempts=1)
-    async def work(job: Job[int]) -> Retry:
+    @stage.app.kind("work", max_attempts=5)
+    async def work(job: Job[int]) -> Permanent:
         if job.payload == 0:
             raise ValueError(SECRET)
-        return Retry(code=" ")  # blank: becomes this code
+        return Permanent(code=" ")  # blank: becomes this code
 
     await stage.app.enqueue_many("work", jobs(2))
     await stage.play(stage.settled(2))
     assert stage.codes == ["handler_failed"] * 2
+    assert [row(stage.admin, key)["state"] for key in ("k0", "k1")] == ["pending", "failed"]
 
 
 async def handler_panic(stage: Stage) -> None:

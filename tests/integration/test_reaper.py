@@ -105,7 +105,7 @@ def test_an_expired_lease_is_freed_ended_or_cancelled(
     assert result(admin, "k") is None
 
 
-@pytest.mark.contract("D28", "X29")
+@pytest.mark.contract("X29")
 @pytest.mark.ruling("1.8")
 @pytest.mark.parametrize(
     ("evictions", "cancel", "taken"),
@@ -133,6 +133,7 @@ def test_without_a_limit_nothing_is_evicted_for_good(hand: Hand, admin: Admin, e
     assert len(hand.claim(max_evictions=None)) == 1
 
 
+@pytest.mark.contract("D28")
 def test_live_leases_future_and_ended_jobs_are_left_alone(hand: Hand, admin: Admin) -> None:
     for key, ttl in (("live", 60.0), ("ended", 60.0), ("retried", 60.0)):
         hand.enqueue(key, "r")
@@ -232,7 +233,7 @@ async def test_a_pass_goes_in_bounded_pages_over_all_lanes(
     assert [lane for lane, _ in pages] == [lane for lane in lanes for _ in range(3)]
 
 
-@pytest.mark.contract("X29")
+@pytest.mark.contract("D28", "X29")
 @pytest.mark.ruling("1.8")
 async def test_a_worker_reaps_from_time_to_time_and_wakes_its_runner(
     app: App, admin: Admin, monkeypatch: pytest.MonkeyPatch

@@ -25,6 +25,7 @@ Admin: TypeAlias = psycopg.Connection[Any]
 def caller(dsn: str) -> Iterator[Admin]:
     """The application's own connection: no autocommit, none of our settings."""
     with psycopg.connect(dsn) as connection:
+        connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
         yield connection
 
 

@@ -164,7 +164,7 @@ async def test_the_bar_follows_the_run_and_goes_away(monkeypatch: pytest.MonkeyP
     text = shown.getvalue()
     assert "listing files" in text
     assert "756 of 1,512 files, 3 failed" in text
-    assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")  # the cursor is back
+    assert text.rindex("\x1b[?25l") < text.rindex("\x1b[?25h") < text.index("jobs done")  # the cursor is back first
 
 
 # --- hits -----------------------------------------------------------------------------------------------------------
