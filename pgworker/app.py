@@ -14,6 +14,7 @@ import anyio
 import anyio.to_thread
 import psycopg
 from psycopg.pq import ConnStatus, TransactionStatus
+from psycopg_pool import PoolTimeout
 
 from pgworker.client import put_jobs
 from pgworker.config import Settings
@@ -29,7 +30,7 @@ from pgworker.db import (
     send,
     send_sync,
 )
-from pgworker.errors import DatabaseUnavailable, PgworkerError
+from pgworker.errors import ConfigError, DatabaseUnavailable, PgworkerError
 from pgworker.events import Events
 from pgworker.job import Enqueued, IfPending, NewJob, Urgency
 from pgworker.kind import Apply, Handler, Kind, declare_kind, handled_kind
@@ -111,6 +112,8 @@ class App:
         means no limit. `apply(connection, job, value)` makes the app's own writes in the transaction that completes
         the job. Raises ConfigError for options that cannot work together.
         """
+        if callable(cast("object", name)):
+            raise ConfigError('write @app.kind("name"): a kind is registered under a name of its own')
         policy = _policy(
             preset,
             {
@@ -201,7 +204,7 @@ class App:
         try:
             return await database.run(statement)
         except NO_ANSWER as error:
-            raise _unavailable() from error
+            raise _unavailable(error) from error
 
     async def _database(self) -> Database:
         loop = asyncio.get_running_loop()
@@ -251,7 +254,7 @@ class App:
         _, database = self._databases.pop(asyncio.get_running_loop(), (0, None))
         if database is not None:
             await database.close()
-        await anyio.to_thread.run_sync(self._registry.close)
+        await anyio.to_thread.run_sync(self._registry.close, limiter=anyio.CapacityLimiter(1))
 
 
 class SyncApp:
@@ -313,7 +316,7 @@ class SyncApp:
         try:
             return self._database().run(statement)
         except NO_ANSWER as error:
-            raise _unavailable() from error
+            raise _unavailable(error) from error
 
     def _database(self) -> SyncDatabase:
         database = self._databases.get(os.getpid())
@@ -335,8 +338,10 @@ class SyncApp:
         self._registry.close()
 
 
-def _unavailable() -> DatabaseUnavailable:
+def _unavailable(error: BaseException) -> DatabaseUnavailable:
     seconds = STORE_TIMEOUT.total_seconds()
+    if isinstance(error, PoolTimeout):
+        return DatabaseUnavailable(f"no connection to the database within {seconds:g} s: nothing was sent")
     return DatabaseUnavailable(f"the database did not answer within {seconds:g} s; what was sent may have been written")
 
 
@@ -350,6 +355,9 @@ def _check_connection(conn: object, wanted: type[object], other_door: str) -> No
     info = cast("AnyAsyncConnection | AnySyncConnection", conn).info
     if info.status != ConnStatus.OK:
         msg = "this connection is closed"
+        raise PgworkerError(msg)
+    if info.encoding == "ascii":
+        msg = "this connection's client_encoding is SQL_ASCII, by which no text can be told from bytes: set it to UTF8"
         raise PgworkerError(msg)
     if info.transaction_status == TransactionStatus.INERROR:
         msg = "this connection's transaction has failed: roll it back before you enqueue in it"

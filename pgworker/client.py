@@ -82,6 +82,9 @@ def _prepare(kind: Kind, jobs: Sequence[NewJob]) -> _Prepared:
     keys: list[str] = []
     rows: dict[str, Insert] = {}
     for index, job in enumerate(jobs):
+        if not isinstance(cast("object", job), NewJob):
+            msg = f"enqueue_many takes NewJob objects, got {type(job).__name__}: NewJob(payload, key=...)"
+            raise ConfigError(msg)
         row = _row(kind, job, f" (job {index + 1} of {len(jobs)})" if len(jobs) > 1 else "")
         keys.append(row.key)
         rows.pop(row.key, None)  # the last one wins, and stands where it was asked for

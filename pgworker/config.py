@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from psycopg import ProgrammingError
 from psycopg.conninfo import make_conninfo
 
 from pgworker.errors import ConfigError
@@ -32,17 +33,31 @@ class Settings:
         listen_dsn: str | None = None,
         environ: Mapping[str, str] | None = None,
     ) -> Settings:
-        """What was given, else PGWORKER_DSN, PGWORKER_LISTEN_DSN, PGWORKER_SCHEMA. Raises ConfigError without a DSN."""
+        """What was given, else PGWORKER_DSN, PGWORKER_LISTEN_DSN, PGWORKER_SCHEMA.
+
+        Raises ConfigError without a DSN, or for one that libpq cannot read.
+        """
         environ = os.environ if environ is None else environ
         dsn = dsn or environ.get("PGWORKER_DSN")
         if not dsn:
             msg = "no database: set PGWORKER_DSN or pass --dsn (for example postgresql://user@host/database)"
             raise ConfigError(msg)
         return cls(
-            dsn=dsn,
-            listen_dsn=listen_dsn or environ.get("PGWORKER_LISTEN_DSN") or dsn,
+            dsn=_readable("DSN", dsn),
+            listen_dsn=_readable("listen DSN", listen_dsn or environ.get("PGWORKER_LISTEN_DSN") or dsn),
             tables=TableMap(schema or environ.get("PGWORKER_SCHEMA") or "pgworker"),
         )
+
+
+def _readable(name: str, dsn: str) -> str:
+    """The DSN, if libpq can read it. Raises ConfigError without libpq's own text, which may quote a password."""
+    try:
+        make_conninfo(dsn)
+    except ProgrammingError:
+        example = "postgresql://user:password@host:5432/database, or host=... dbname=..."
+        msg = f"the {name} cannot be read: it is like {example}"
+        raise ConfigError(msg) from None
+    return dsn
 
 
 def conninfo(dsn: str, role: str) -> str:

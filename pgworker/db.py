@@ -9,7 +9,7 @@ import weakref
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
-from typing import Any, Self, TypeAlias, TypeVar, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import anyio
 import psycopg
@@ -35,6 +35,7 @@ set jit = off;
 set enable_seqscan = off;
 set enable_bitmapscan = off;
 set enable_sort = off;
+set enable_partition_pruning = off;
 set log_parameter_max_length_on_error = 0;
 do $$ begin set log_error_verbosity = terse; exception when insufficient_privilege then null; end $$;
 set client_min_messages = warning;
@@ -46,12 +47,15 @@ set idle_in_transaction_session_timeout = {timeout_ms}
 """What every session of the runtime says for itself, whatever the role's or the database's defaults are.
 
 The fences rely on READ COMMITTED. Row security fails loudly instead of hiding rows. The driver reads instants in
-ISO style only. An idle connection of a pool must not be ended under it. The planner settings pin the walk
-along jobs_ready on tables whose statistics are young or missing. Parameters never reach the server's log; nor do rows
-that a constraint refuses, which Postgres quotes in an error's details, if the role may be terse there: a superuser, a
-role with SET on log_error_verbosity (PostgreSQL 15), or one that was given the setting by ALTER ROLE.
+ISO style only. An idle connection of a pool must not be ended under it. The planner settings pin the walk along
+jobs_ready on tables whose statistics are young or missing. Partition pruning is off because PostgreSQL 18 (seen with
+18.6) crashes where jobs is partitioned: when it prunes at run time, in a statement that had to look at a row anew.
+Parameters never reach the server's log; nor do rows that a constraint refuses, which Postgres quotes in an error's
+details, if the role may be terse there: a superuser, a role with SET on log_error_verbosity (PostgreSQL 15), or one
+that was given the setting by ALTER ROLE.
 """
 
+_WAIT_SHARE = 0.9  # of a deadline, for a connection: an error that comes before it says that nothing was sent
 _SERVER_MARGIN = timedelta(milliseconds=500)  # the server gives up first, so that it frees the locks as well
 
 
@@ -122,29 +126,6 @@ async def _check(connection: AsyncConnection) -> None:
     _heed_goodbye(connection)
 
 
-@contextmanager
-def _insisting() -> Generator[None, None, None]:
-    """Around what a task of the async pool does: it takes a cancellation for one more failure to connect, and lives on.
-
-    At its end asyncio.run() cancels what is left and waits for it, for ever without a second cancellation.
-    """
-    try:
-        yield
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None:
-            asyncio.get_running_loop().call_soon(task.cancel)
-        raise
-
-
-class _PooledConnection(psycopg.AsyncConnection[tuple[object, ...]]):
-    @classmethod
-    async def connect(cls, conninfo: str = "", **options: Any) -> Self:  # noqa: ANN401 - libpq's keywords
-        """As the base class, but for a cancellation."""
-        with _insisting():
-            return await super().connect(conninfo, **options)
-
-
 class Database:
     """Statements of one event loop, each in a transaction of its own on a pooled connection.
 
@@ -155,15 +136,16 @@ class Database:
 
     def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int, ready: int = 0) -> None:
         self.deadline = deadline
+        self._closed = asyncio.Event()
+        self._warden: asyncio.Task[None] | None = None
         self._made: weakref.WeakSet[AsyncConnection] = weakref.WeakSet()
         self._pool: AsyncConnectionPool[AsyncConnection] = AsyncConnectionPool(
             conninfo(dsn, role),
-            connection_class=_PooledConnection,
             kwargs={"autocommit": True},
             min_size=ready,
             max_size=connections,
             open=False,
-            timeout=deadline.total_seconds(),
+            timeout=deadline.total_seconds() * _WAIT_SHARE,
             configure=self._configure,
             check=_check,
             name=f"pgworker {role}",
@@ -172,16 +154,32 @@ class Database:
 
     async def _configure(self, connection: AsyncConnection) -> None:
         self._made.add(connection)
-        with _insisting():
-            await connection.execute(session_settings(self.deadline))
+        await connection.execute(session_settings(self.deadline))
 
     async def open(self) -> None:
         """Start the pool; connections are made in the background."""
         await self._pool.open(wait=False)
+        # Beside the pool's own tasks, and as they are: an app that only enqueues has no task group to put it into.
+        self._warden = asyncio.create_task(self._close_at_loops_end())  # noqa: TID251
 
     async def close(self) -> None:
         """Close the pool's connections."""
+        self._closed.set()
         await self._pool.close(timeout=1)
+
+    async def _close_at_loops_end(self) -> None:
+        """Close a pool that nobody has closed, when asyncio.run() cancels what is left and waits for it.
+
+        The pool's own tasks may take that for one more failure to connect, and live on; asyncio.run() never returned.
+        """
+        try:
+            await self._closed.wait()
+        except asyncio.CancelledError:
+            try:
+                await self._pool.close(timeout=1)
+            finally:
+                self.abandon()
+            raise
 
     def abandon(self) -> None:
         """Close the connections of a pool whose event loop has been closed."""
@@ -239,7 +237,7 @@ class SyncDatabase:
             min_size=0,
             max_size=connections,
             open=False,
-            timeout=deadline.total_seconds(),
+            timeout=deadline.total_seconds() * _WAIT_SHARE,
             configure=self._configure,
             check=_heed_goodbye,
             name=f"pgworker {role}",

@@ -99,6 +99,7 @@ class Finisher:
         self._work = anyio.Event()
         self._failures = 0
         self._give_up_at = give_up_at
+        self._threads = anyio.CapacityLimiter(kind.policy.concurrency)
 
     async def write(self, endings: Sequence[Ending]) -> None:
         """Write these ends and return when each has its verdict, or has been given up because its lease is gone."""
@@ -274,7 +275,7 @@ class Finisher:
 
     async def _apply_once(self, ending: Ending) -> Answer:
         if not self._kind.is_async:
-            return await anyio.to_thread.run_sync(self._apply_in_thread, ending)
+            return await anyio.to_thread.run_sync(self._apply_in_thread, ending, limiter=self._threads)
         apply = self._kind.apply
         assert apply is not None  # noqa: S101 - only called for kinds that have one
         success = cast("Success", ending.decision)

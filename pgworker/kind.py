@@ -78,6 +78,9 @@ def handled_kind(
     if apply is not None and inspect.iscoroutinefunction(apply) != is_async:
         msg = f"kind {name!r}: handler and apply must both be `async def` or both be `def`"
         raise ConfigError(msg)
+    _check_call(name, "a handler takes one argument: the job or, with batch=, the list of jobs", handler, 1)
+    if apply is not None:
+        _check_call(name, "apply takes three arguments: the connection, the job, the value", apply, 3)
     hints = _hints(name, handler)
     annotated = _payload_type(name, hints, batch=batch)
     wanted = payload if payload is not None else annotated
@@ -101,12 +104,18 @@ def _check_version(version: int) -> None:
         raise ConfigError(msg)
 
 
+def _check_call(name: str, wanted: str, function: Callable[..., object], arguments: int) -> None:
+    """Raise ConfigError now for a function that could not be called later."""
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError as error:
+        msg = f"kind {name!r}: {wanted} ({error})"
+        raise ConfigError(msg) from error
+
+
 def _hints(name: str, handler: Handler) -> dict[str, object]:
     """The handler's annotations, evaluated, with the first parameter's under the empty name."""
     parameters = list(inspect.signature(handler).parameters.values())
-    if not parameters:
-        msg = f"kind {name!r}: a handler takes the job (or, with batch=, the list of jobs) as its argument"
-        raise ConfigError(msg)
     try:
         hints = typing.get_type_hints(handler)
     except (NameError, TypeError) as error:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from types import NoneType
-from typing import Literal, TypeAlias, assert_never
+from typing import Literal, TypeAlias, assert_never, cast
 
 from pgworker.errors import ConfigError
 from pgworker.retry import Backoff
@@ -41,11 +41,14 @@ def _checked(code: str, default: str) -> str:
     return code
 
 
-def _check_wait(name: str, wait: object) -> None:
-    """Refuse, in the handler and not in the runner, a wait that the table could not keep."""
+def _wait(name: str, wait: object) -> timedelta:
+    """A wait that the table can keep; a number is seconds. Refuses any other in the handler, not in the runner."""
+    if isinstance(wait, (int, float)) and not isinstance(wait, bool) and abs(wait) <= _LONGEST.total_seconds():
+        wait = timedelta(seconds=wait)
     if not isinstance(wait, timedelta) or not timedelta(0) <= wait <= _LONGEST:
-        msg = f"{name} must be a timedelta from 0 to {_LONGEST.days} days, got {wait!r}"
+        msg = f"{name} must be a timedelta (or seconds) from 0 to {_LONGEST.days} days, got {wait!r}"
         raise ConfigError(msg)
+    return wait
 
 
 # --- What a handler may return instead of a value -------------------------------------------------------------------
@@ -55,13 +58,13 @@ def _check_wait(name: str, wait: object) -> None:
 class Retry:
     """A judged failure that is tried again: after the kind's backoff, or `after` at least if that is longer."""
 
-    after: timedelta | None = None
+    after: timedelta | float | None = None
     code: str = HANDLER_FAILED
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", _checked(self.code, HANDLER_FAILED))
         if self.after is not None:
-            _check_wait("after", self.after)
+            object.__setattr__(self, "after", _wait("after", self.after))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,23 +82,23 @@ class Park:
     """Not now, and not the job's fault: it waits for `delay` and no attempt is counted."""
 
     code: str
-    delay: timedelta
+    delay: timedelta | float
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", _checked(self.code, "parked"))
-        _check_wait("delay", self.delay)
+        object.__setattr__(self, "delay", _wait("delay", self.delay))
 
 
 @dataclass(frozen=True, slots=True)
 class Pause:
     """What the kind depends on is down: the job waits, and this runner claims nothing for as long."""
 
-    for_: timedelta
+    for_: timedelta | float
     code: str = "paused"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", _checked(self.code, "paused"))
-        _check_wait("for_", self.for_)
+        object.__setattr__(self, "for_", _wait("for_", self.for_))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +145,7 @@ Result: TypeAlias = Returned | Failed | Released | Retry | Permanent | Park | Pa
 def is_result(value: object) -> bool:
     """Whether a middleware has given back something that can be judged and stored."""
     if isinstance(value, Returned):
-        return isinstance(value.value, (str, NoneType))
+        return isinstance(cast("object", value.value), (str, NoneType))
     return isinstance(value, (Failed, Released, Retry, Permanent, Park, Pause, Cancel))
 
 
@@ -193,13 +196,13 @@ def decide(result: Result, rules: Rules, *, chance: float) -> Decision:
                 return Settlement("failed", code, counts=True, error_class=error_class)
             return _failure(code, rules, chance, error_class=error_class)
         case Retry(after, code):
-            return _failure(code, rules, chance, after=after)
+            return _failure(code, rules, chance, after=cast("timedelta | None", after))
         case Permanent(code):
             return Settlement("failed", code, counts=True)
         case Park(code, delay):
-            return Settlement("pending", code, delay_seconds=delay.total_seconds())
+            return Settlement("pending", code, delay_seconds=_wait("delay", delay).total_seconds())
         case Pause(for_, code):
-            seconds = for_.total_seconds()
+            seconds = _wait("for_", for_).total_seconds()
             return Settlement("pending", code, delay_seconds=seconds, pause_seconds=seconds)
         case Cancel(reason):
             return Settlement("cancelled", reason)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from types import NoneType
 from typing import Any, Literal, TypedDict, cast
 
 from pgworker.errors import ConfigError
@@ -196,6 +197,10 @@ def make_policy(preset: str, options: PolicyOptions) -> Policy:
         msg = f"no preset {preset!r}; there are {', '.join(sorted(PRESETS))}"
         raise ConfigError(msg)
     base = PRESETS[preset]
+    for name, kind in (("lease", Lease), ("backoff", Backoff), ("stop", Stop)):
+        if not isinstance(options.get(name), (kind, NoneType)):
+            msg = f"{name} must be a {kind.__name__}, got {options.get(name)!r}"
+            raise ConfigError(msg)
     for name, value in options.items():
         if isinstance(value, int) and value < 0 and not (value == UNLIMITED and name.startswith("max_")):
             msg = f"{name} must not be negative, got {value}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, cast
 
 from pgworker.errors import ConfigError
 
@@ -27,6 +27,10 @@ class Backoff:
     spread: float = 0.2
 
     def __post_init__(self) -> None:
+        for name, value in (("base", self.base), ("cap", self.cap)):
+            if not isinstance(cast("object", value), timedelta):
+                msg = f"backoff {name} must be a timedelta, got {value!r}"
+                raise ConfigError(msg)
         if not timedelta(0) < self.base <= self.cap <= _LONGEST:
             msg = f"backoff needs 0 < base <= cap <= {_LONGEST.days} days, got base={self.base} cap={self.cap}"
             raise ConfigError(msg)

@@ -125,6 +125,11 @@ def _render(name: str, tables: TableMap) -> bytes:
     return _TABLE.sub(lambda match: tables.qualified(match[1]), bare).encode()
 
 
+def _after_ready(cursor: tuple[datetime, int]) -> datetime | str:
+    """A cursor's instant; the beginning lies before everything that ready_at can be."""
+    return "-infinity" if cursor == BEGINNING else cursor[0]
+
+
 def _rows(of: Callable[..., T]) -> Callable[[Sequence[Row]], list[T]]:
     return lambda rows: [of(*row) for row in rows]
 
@@ -207,7 +212,7 @@ def claim_jobs(
             "ttl": ttl_seconds,
             "max_evictions": max_evictions,
             "version": version,
-            "after_ready": after[0],
+            "after_ready": _after_ready(after),
             "after_id": after[1],
         },
         # UPDATE ... RETURNING has no order of its own
@@ -275,7 +280,7 @@ def reap_expired(
         "limit": limit,
         "ttl": ttl_seconds,
         "max_evictions": max_evictions,
-        "after_ready": after[0],
+        "after_ready": _after_ready(after),
         "after_id": after[1],
     }
 

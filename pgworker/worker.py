@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
 import socket
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -18,7 +20,7 @@ import psycopg
 
 from pgworker import schema
 from pgworker.config import Settings, connect_options, conninfo
-from pgworker.db import Database, SyncDatabase
+from pgworker.db import Database, SyncDatabase, session_settings
 from pgworker.errors import AlreadyRunning, ConfigError, DatabaseUnavailable
 from pgworker.events import Events
 from pgworker.kind import Kind
@@ -59,6 +61,8 @@ class Worker:
         self._runners: list[Runner] = []
         self._running = False
         self._asked = anyio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: int | None = None
 
     def drain(self) -> None:
         """Claim nothing more; run() returns when the running jobs have ended, or their grace has."""
@@ -73,6 +77,13 @@ class Worker:
         self._ask(Runner.stop)
 
     def _ask(self, order: Callable[[Runner], None]) -> None:
+        """Pass an order on; from another thread, such as a `def` handler's, through the loop's own."""
+        if self._thread in (None, threading.get_ident()):
+            self._order(order)
+        elif self._loop is not None:
+            self._loop.call_soon_threadsafe(self._order, order)
+
+    def _order(self, order: Callable[[Runner], None]) -> None:
         self._asked.set()  # also for a run that still waits for its database
         for runner in self._runners:
             order(runner)
@@ -91,12 +102,14 @@ class Worker:
             msg = "this worker runs already"
             raise AlreadyRunning(msg)
         self._running = True
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         try:
             await self._wait_for_schema(startup_timeout)
             if not self._asked.is_set():
                 await self._run()
         finally:
             self._running = False
+            self._loop = self._thread = None
             self._asked = anyio.Event()
 
     async def _run(self) -> None:
@@ -109,17 +122,18 @@ class Worker:
             self.name, database, apply_database, sync_apply_database, leases, self._events, self._middleware
         )
         self._runners = [Runner(kind, JobsTable(tables, kind), shared) for kind in self._kinds]
-        await database.open()
-        await apply_database.open()
-        sync_apply_database.open()
         try:
+            await database.open()
+            await apply_database.open()
+            sync_apply_database.open()
             await self._run_runners(shared)
         finally:
             with anyio.CancelScope(shield=True):
                 await sign_off(tables, database, self.name)
                 await database.close()
                 await apply_database.close()
-                await anyio.to_thread.run_sync(sync_apply_database.close)
+                # with a limiter of its own: the app's threads may fill the shared one, and a stop must come to its end
+                await anyio.to_thread.run_sync(sync_apply_database.close, limiter=anyio.CapacityLimiter(1))
 
     async def _run_runners(self, shared: Shared) -> None:
         """All runners side by side with what serves them. The lease keeper's threads outlive the last runner."""
@@ -158,7 +172,7 @@ class Worker:
         say_at = time.monotonic()
         while True:
             try:
-                await anyio.to_thread.run_sync(_check_schema, self._settings)
+                await anyio.to_thread.run_sync(_check_schema, self._settings, limiter=anyio.CapacityLimiter(1))
             except psycopg.OperationalError as error:
                 now = time.monotonic()
                 if now >= give_up_at:
@@ -182,6 +196,8 @@ def one_line(error: BaseException) -> str:
 
 def _check_schema(settings: Settings) -> None:
     with psycopg.connect(conninfo(settings.dsn, "start"), autocommit=True) as connection:
+        # Nothing can cancel this thread, and somebody may hold a lock on what it reads.
+        connection.execute(session_settings(STORE_TIMEOUT))
         schema.check(connection, settings.tables)
 
 

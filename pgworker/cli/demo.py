@@ -21,7 +21,7 @@ from pgworker.cli.errors import EXIT_CODES, Code, reported
 from pgworker.cli.logs import log_to_stderr
 from pgworker.cli.options import Debug, Json
 from pgworker.cli.output import complain, print_json
-from pgworker.errors import ConfigError
+from pgworker.errors import ConfigError, SchemaError
 
 if TYPE_CHECKING:
     from pgworker.demo import Indexer
@@ -156,7 +156,14 @@ def _database(dsn: str | None, view: View | None) -> Generator[_Database, None, 
     if view is not None:
         view.note(f"starting the embedded Postgres in {default_data_dir()}")
     with EmbeddedPostgres() as server:
-        yield _Database(server.dsn, "pgworker", server.dsn)
+        try:
+            yield _Database(server.dsn, "pgworker", server.dsn)
+        except* SchemaError as errors:
+            (error,) = errors.exceptions
+            # An earlier checkout's: nothing in it cannot be made again, so the remedy is simpler than in real life.
+            raise SchemaError(
+                f"the demo's database was made by another pgworker ({error}); remove {default_data_dir()} to start anew"
+            ) from error
 
 
 @contextmanager

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import traceback
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import cast
 
 from pgworker.errors import ConfigError, PayloadError
@@ -41,6 +42,11 @@ def returned(kind: Kind, answer: object, count: int) -> Sequence[Result]:
         return [Returned(None, None)] * count
     answers = cast("Sequence[object]", answer)
     if not isinstance(answer, (list, tuple)) or len(answers) != count:
+        what = f"{len(answers)} outcomes" if isinstance(answer, (list, tuple)) else f"a {type(answer).__name__}"
+        _log.warning(
+            "kind=%s returned %s for %d jobs: a batch handler returns a list of outcomes, or is annotated -> None",
+            kind.name, what, count,
+        )  # fmt: skip
         return [Failed(HANDLER_RESULT_COUNT, permanent=True)] * count
     return [_one(kind, each) for each in answers]
 
@@ -59,10 +65,13 @@ def _one(kind: Kind, answer: object) -> Result:
 
 def _codec(kind: Kind, answer: object) -> Codec:
     """For the type that the handler declares, else the value's own, else plain JSON (a subclass of dict or list)."""
-    if kind.result is not None:
-        return kind.result
+    return kind.result if kind.result is not None else _codec_of(cast("Hashable", type(answer)))
+
+
+@lru_cache(maxsize=256)
+def _codec_of(kind: Hashable) -> Codec:
     try:
-        return codec_for(type(answer))
+        return codec_for(kind)
     except ConfigError:
         return codec_for(object)
 

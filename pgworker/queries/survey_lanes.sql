@@ -18,7 +18,9 @@ with recursive now as materialized (
     order by j.kind, j.class, j.priority limit 1) n
 )
 select l.kind, l.class, l.priority,
-       (select extract(epoch from j.ready_at - (select at from now))::float8 from {jobs} j
+       -- (a day is enough for whoever waits, and bounds what an infinite ready_at would make of the difference)
+       (select extract(epoch from least(greatest(j.ready_at, n.at - interval '1 day'), n.at + interval '1 day') - n.at)::float8
+        from {jobs} j cross join now n
         where j.kind = l.kind and j.class = l.class and j.priority = l.priority and j.state = 'pending'
           and (j.token is null or j.lease_expires_at <= (select at from now))
         order by j.kind, j.class, j.priority, j.ready_at, j.id limit 1) as due_in_seconds

@@ -89,14 +89,14 @@ def test_what_a_frozen_process_writes_after_its_lease_is_refused(
     assert sum(change.is_success for change in read(admin)) == 1
 
 
-@pytest.mark.contract("B9", "D16")
+@pytest.mark.contract("D16")
 @pytest.mark.field("L03")
 def test_a_job_ten_leases_long_starts_once(start: Start, dsn: str, admin: Admin) -> None:
     source = """
-@app.kind("work", poll=0.1, lease=Lease.renew(timedelta(seconds=0.5), timedelta(seconds=0.1)))
+@app.kind("work", poll=0.1, lease=Lease.renew(timedelta(seconds=0.4), timedelta(seconds=0.1)))
 async def work(job: Job[object]) -> str:
     say("began", job.key)
-    await asyncio.sleep(5)
+    await asyncio.sleep(4)
     say("ends", job.key)
     return "done"
 """
@@ -174,7 +174,6 @@ def test_a_handler_that_keeps_the_interpreter_to_itself_loses_its_lease_and_writ
     assert not findings(read(admin))
 
 
-@pytest.mark.contract("A58")
 @pytest.mark.ruling("4.6")
 @pytest.mark.parametrize("batch", [0, 64])
 def test_a_handler_does_not_start_on_a_lease_that_ended_after_the_claim(

@@ -134,7 +134,6 @@ async def test_a_retry_whose_answer_is_lost_counts_once(far_app: App, proxy: Pro
     assert not findings(read(admin))
 
 
-@pytest.mark.ruling("2.5")
 async def test_an_enqueue_whose_answer_is_lost_may_be_repeated(far_app: App, proxy: Proxy, admin: Admin) -> None:
     far_app.declare("work", payload=int)
     proxy.swallow(INSERT)

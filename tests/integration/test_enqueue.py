@@ -240,6 +240,12 @@ async def test_eight_claimers_take_each_row_once_with_a_new_token_for_each_call(
             users[claim.token].add((*call, claim.urgency))  # a round claims once a lane
     assert all(len(each) == 1 for each in users.values())
     assert len(users) >= 500 / 13
+    leased = admin.execute(
+        "select count(*) from pgworker.jobs where lease_expires_at between created_at + %(ttl)s and"
+        " clock_timestamp() + %(ttl)s",
+        {"ttl": untyped("work").policy.lease.ttl},
+    )
+    assert leased.fetchone() == (500,)
     stored = admin.execute("select id, token from pgworker.jobs where lease_expires_at > clock_timestamp()").fetchall()
     assert dict(stored) == {claim.id: claim.token for claim in claims}
 

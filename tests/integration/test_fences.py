@@ -26,6 +26,10 @@ WRITES: dict[str, Callable[[Hand, Claim], str]] = {
 }
 
 
+def other_id(admin: Admin, claim: Claim) -> Claim:
+    return replace(claim, id=claim.id + 1)
+
+
 def other_key(admin: Admin, claim: Claim) -> Claim:
     return replace(claim, key="another")
 
@@ -50,7 +54,7 @@ def expired(admin: Admin, claim: Claim) -> Claim:
 
 @pytest.mark.contract("A20")
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("broken", [other_key, other_revision, other_token, no_longer_pending, expired])
+@pytest.mark.parametrize("broken", [other_id, other_key, other_revision, other_token, no_longer_pending, expired])
 def test_a_write_with_one_broken_fence_part_changes_nothing(
     hand: Hand, admin: Admin, write: str, broken: Callable[[Admin, Claim], Claim]
 ) -> None:
@@ -119,6 +123,12 @@ def test_a_result_that_cannot_be_stored_takes_the_success_back(hand: Hand, admin
     assert row(admin, "k") == before
     assert result(admin, "k") is None
     assert hand.finish(claim, "12").verdict == "done"
+    hand.enqueue("k", "r2")
+    (claim,) = hand.claim()
+    assert hand.finish(claim, "11").verdict == "done"
+    stored = result(admin, "k")
+    assert stored is not None
+    assert (stored["revision"], stored["value"], row(admin, "k")["state"]) == ("r2", 11, "succeeded")
 
 
 def test_one_row_given_twice_is_finished_once(hand: Hand, admin: Admin) -> None:

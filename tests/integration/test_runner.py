@@ -13,7 +13,8 @@ import psycopg
 import pytest
 
 from pgworker import AlreadyRunning, App, Job, NewJob, Park, Pause, Permanent, Retry, Stop
-from pgworker.events import JobLost, JobSettled
+from pgworker.claimer import Claimer, Taken
+from pgworker.events import JobLost, JobSettled, RunnerTrouble
 from tests.handles import Hand, Recorder, age, hand, result, row, running
 
 Admin: TypeAlias = psycopg.Connection[Any]
@@ -142,11 +143,11 @@ async def test_a_thread_that_ignores_cancelling_keeps_its_slot_and_is_waited_for
         group.start_soon(worker.run)
         for _ in range(2):
             assert await anyio.to_thread.run_sync(entered.acquire, True, 10)
-        admin.execute("select pg_sleep(0.2)")  # well past the deadline
+        await anyio.sleep(0.3)  # well past the deadline, and past a next round of claims
         assert worker.status()["work"].in_flight == 2
         assert not seen.events
         worker.release()
-        admin.execute("select pg_sleep(0.1)")
+        await anyio.sleep(0.1)
         assert worker.status()["work"].lifecycle == "running"
         leave.set()
     assert worker.status()["work"].lifecycle == "stopped"
@@ -169,6 +170,38 @@ async def test_a_row_without_a_hint_is_found_by_the_poll(app: App, admin: Admin)
         admin.execute("insert into pgworker.jobs (kind, key, payload) values ('work', 'raw', '1')")
         await seen.wait(lambda: len(started) == 2)
     assert started[1] - inserted < 1.25 + 1
+
+
+@pytest.mark.race(7)
+async def test_a_hint_that_comes_during_an_empty_claim_is_kept_for_the_wait(
+    app: App, admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Claimer.round
+    armed = False
+
+    async def too_late(self: Claimer, limit: int) -> Taken:
+        nonlocal armed
+        taken: Taken = await original(self, limit)
+        if armed:
+            armed = False
+            assert taken.claims == []
+            admin.execute("insert into pgworker.jobs (kind, key, payload) values ('work', 'raw', '1')")
+            worker._runners[0].wake.set()
+        return taken
+
+    monkeypatch.setattr(Claimer, "round", too_late)
+
+    @app.kind("work", poll=60)
+    async def work(job: Job[int]) -> None: ...
+
+    seen = Recorder(app)
+    worker = app.worker()
+    async with running(worker):
+        await _until_listening(admin)
+        await anyio.sleep(0.3)  # past the poke that comes with it
+        armed = True
+        worker._runners[0].wake.set()
+        await seen.count(JobSettled, 1, within=5)
 
 
 @pytest.mark.contract("A14")
@@ -199,7 +232,7 @@ async def test_content_runs_two_batches_of_up_to_64(app: App, admin: Admin) -> N
     seen = Recorder(app)
     async with running(app.worker()) as worker:
         await gate.until(2)
-        admin.execute("select pg_sleep(0.3)")  # time enough for a third batch
+        await anyio.sleep(0.3)  # time enough for a third batch
         assert admin.execute("select count(*) from pgworker.jobs where token is not null").fetchone() == (128,)
         gate.open()
         await seen.wait(lambda: worker.status()["work"].succeeded == 640, within=20)
@@ -223,7 +256,7 @@ async def test_what_comes_within_the_window_goes_into_one_call(app: App, admin: 
         await seen.count(JobSettled, 1)
         for _ in range(3):
             await app.enqueue("work", 1)
-            admin.execute("select pg_sleep(0.1)")
+            await anyio.sleep(0.1)
         await seen.count(JobSettled, 4)
     assert calls == [1, 3]
 
@@ -281,7 +314,7 @@ async def test_each_kind_has_its_own_bound(app: App, admin: Admin) -> None:
     async with running(app.worker()):
         await gates["one"].until(1)
         await gates["three"].until(3)
-        admin.execute("select pg_sleep(0.2)")
+        await anyio.sleep(0.2)  # time enough for one too many
         for gate in gates.values():
             gate.open()
         await seen.count(JobSettled, 20)
@@ -445,6 +478,34 @@ async def test_a_pause_stops_claiming_and_costs_no_attempt(app: App, admin: Admi
     assert admin.execute("select distinct state, attempts from pgworker.jobs").fetchall() == [("succeeded", 0)]
 
 
+@pytest.mark.contract("A48")
+async def test_each_failure_in_a_row_makes_the_row_wait_longer(app: App, admin: Admin) -> None:
+    @app.kind("work", preset="content", batch=8, max_attempts=20)
+    async def work(batch: list[Job[int]]) -> None:
+        worker.drain()
+        raise ValueError
+
+    await app.enqueue_many("work", jobs(8))
+    admin.execute("update pgworker.jobs set attempts = payload::int")
+    (before,) = admin.execute("select clock_timestamp()").fetchone() or (None,)
+    seen = Recorder(app)
+    worker = app.worker()
+    await worker.run()
+    waits = admin.execute(
+        "select payload::int, extract(epoch from ready_at - %s)::float8,"
+        " extract(epoch from ready_at - clock_timestamp())::float8"
+        " from pgworker.jobs where attempts = payload::int + 1 order by 1",
+        [before],
+    ).fetchall()
+    assert [failures for failures, *_ in waits] == list(range(8))
+    for failures, at_least, at_most in waits:
+        base = min(2.0**failures, 60.0)
+        assert at_least >= base
+        assert at_most <= min(1.2 * base, 60.0)
+    told = [(each.retry_in_seconds or 0) / 2 ** (each.attempt - 1) for each in seen.of(JobSettled) if each.attempt < 6]
+    assert len(set(told)) > 1, "no jitter"
+
+
 async def test_a_parked_job_waits_and_costs_no_attempt(app: App, admin: Admin) -> None:
     @app.kind("work", max_attempts=1)
     async def work(job: Job[int]) -> Park:
@@ -511,13 +572,15 @@ async def test_superseded_is_no_error(app: App, admin: Admin) -> None:
         status = worker.status()["work"]
     assert (status.superseded, status.succeeded, status.last_error) == (1, 1, None)
     assert len(seen.of(JobLost)) == 1
+    assert seen.of(RunnerTrouble) == []  # the success would have cleared last_error
     stored, after = result(admin, "k"), row(admin, "k")
     assert stored is not None
     assert (stored["value"], stored["revision"], after["attempts"]) == (2, "r2", 0)
 
 
 @pytest.mark.contract("A64")
-async def test_a_worker_runs_once_at_a_time_and_again_afterwards(app: App) -> None:
+@pytest.mark.parametrize("stop", ["drain", "release", "cancel"])
+async def test_a_worker_runs_once_at_a_time_and_again_afterwards(app: App, stop: str) -> None:
     @app.kind("work")
     async def work(job: Job[int]) -> None: ...
 
@@ -528,12 +591,12 @@ async def test_a_worker_runs_once_at_a_time_and_again_afterwards(app: App) -> No
             group.start_soon(worker.run)
             await app.enqueue("work", count)
             await seen.count(JobSettled, count)
-            with pytest.raises(AlreadyRunning):
+            with pytest.raises(AlreadyRunning), anyio.fail_after(5):
                 await worker.run()
             runner = worker._runners[0]
-            with pytest.raises(AlreadyRunning):
+            with pytest.raises(AlreadyRunning), anyio.fail_after(5):
                 await runner.run()
-            group.cancel_scope.cancel()
+            (group.cancel_scope.cancel if stop == "cancel" else getattr(worker, stop))()
 
 
 @pytest.mark.contract("A59")
@@ -647,7 +710,7 @@ async def test_a_drain_lets_running_jobs_end_and_claims_nothing_more(app: App, a
         group.start_soon(worker.run)
         await gate.until(2)
         worker.drain()
-        admin.execute("select pg_sleep(0.1)")
+        await anyio.sleep(0.1)
         gate.open()
     states = admin.execute("select state, count(*) from pgworker.jobs group by state order by state").fetchall()
     assert states == [("pending", 3), ("succeeded", 2)]

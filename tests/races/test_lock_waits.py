@@ -12,7 +12,7 @@ import pytest
 
 from pgworker import NewJob
 from pgworker.outcome import Success
-from pgworker.statements import finish_jobs, renew_leases
+from pgworker.statements import finish_jobs, renew_leases, settle_jobs
 from tests.handles import RETRY, Hand, result, row
 
 Admin: TypeAlias = psycopg.Connection[Any]
@@ -29,7 +29,7 @@ def locked(dsn: str, key: str) -> Iterator[psycopg.Connection[Any]]:
 
 @pytest.mark.race(1)
 @pytest.mark.ruling("1.1", "1.2")
-@pytest.mark.parametrize("write", ["finish", "renew"])
+@pytest.mark.parametrize("write", ["finish", "settle", "renew"])
 def test_a_locked_row_is_busy_and_the_others_go_on(hand: Hand, dsn: str, admin: Admin, write: str) -> None:
     hand.enqueue_many([NewJob(key=f"k{index}", revision="r") for index in range(50)])
     claims = hand.claim(50)
@@ -41,6 +41,8 @@ def test_a_locked_row_is_busy_and_the_others_go_on(hand: Hand, dsn: str, admin: 
             answers: dict[int, Any] = hand.send(
                 finish_jobs(hand.tables, hand.kind, [(c, Success("1")) for c in claims])
             )
+        elif write == "settle":
+            answers = hand.send(settle_jobs(hand.tables, hand.kind, [(c, RETRY) for c in claims]))
         else:
             answers = hand.send(renew_leases(hand.tables, [(c, 60.0) for c in claims]))
         for id_, answer in answers.items():
@@ -50,11 +52,12 @@ def test_a_locked_row_is_busy_and_the_others_go_on(hand: Hand, dsn: str, admin: 
     others = {claim.id for claim in claims} - {held.id}
     with locked(dsn, held.key):
         assert send() == {"done": others, "busy": {held.id}}
-    if write == "finish":
-        assert send() == {"lost": others, "done": {held.id}}
-        assert row(admin, held.key)["state"] == "succeeded"
-    else:
+    if write == "renew":
         assert send() == {"done": others | {held.id}}
+    else:
+        assert send() == {"lost": others, "done": {held.id}}
+        after = row(admin, held.key)
+        assert (after["state"], after["attempts"]) == (("succeeded", 0) if write == "finish" else ("pending", 1))
 
 
 WRITES = {

@@ -83,7 +83,6 @@ BREAKS = {
 QUICK = {
     "finish, whoever owns the row",
     "finish after the expiry",
-    "finish that waits for rows",
     "settle that forgets a cancel",
     "renewal after the expiry",
     "claim of live leases",

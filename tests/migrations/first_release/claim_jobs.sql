@@ -29,4 +29,8 @@ from pick
 -- parameter: with a constant, a plan made on the empty table scans the kind and compares ids (5 s for 100 of 150,000).
 where j.kind = pick.kind and j.id = pick.id
 returning j.kind, j.id, j.key, j.revision, j.generation, j.token, j.attempts, j.max_attempts, j.evictions, j.lease_epoch,
-          j.priority, j.class, j.ready_at, extract(epoch from (select at from now) - j.ready_at)::float8, j.payload::text
+          j.priority, j.class,
+          -- An instant before the year 1, in whatever time zone, is none that the driver can read, nor can it be infinite:
+          -- the answer would be lost, and the leases with it.
+          greatest(j.ready_at, '0001-01-03 00:00:00+00'),
+          extract(epoch from (select at from now) - greatest(j.ready_at, '0001-01-03 00:00:00+00'))::float8, j.payload::text

@@ -34,5 +34,5 @@ with now as materialized (
   returning j.id, j.key, j.state
 )
 select (select count(*) from page), (select count(*) from done), (select count(*) from done where state = 'pending'),
-       last.ready_at, last.id
+       greatest(last.ready_at, '0001-01-03 00:00:00+00'), last.id
 from (select ready_at, id from page order by ready_at desc, id desc limit 1) as last
