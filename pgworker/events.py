@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -66,7 +67,7 @@ class Events:
         for observer in self._observers:
             try:
                 observer(event)
-            except Exception as error:  # noqa: BLE001 - an observer is a guest: whatever it raises stays with it
+            except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever a guest raises stays with it
                 _log.warning("observer failed event=%s error=%s", type(event).__name__, type(error).__name__)
 
 

@@ -302,6 +302,18 @@ async def test_new_work_that_comes_during_apply_is_no_failure(app: App, admin: A
     assert (after["state"], after["attempts"], stored["value"]) == ("succeeded", 0, 2)
 
 
+async def test_an_observer_that_reads_a_cancelled_future_does_not_end_the_runner(app: App) -> None:
+    @app.kind("work")
+    async def work(job: Job[object]) -> None: ...
+
+    cancelled: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    cancelled.cancel()
+    app.events.subscribe(lambda _event: cancelled.result())
+    seen = Recorder(app)
+    await app.enqueue("work", 1)
+    await run_and_prove_life(app, seen, settled=1)
+
+
 # --- threads and loops ----------------------------------------------------------------------------------------------
 
 

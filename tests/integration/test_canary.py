@@ -16,6 +16,7 @@ import psycopg
 import pytest
 
 from pgworker import App, Job, Lease, NewJob, Permanent, Retry, outcome
+from pgworker.claimer import Claimer, ClaimRefused
 from pgworker.db import Database
 from pgworker.events import Event, JobLost, JobSettled, RunnerTrouble
 from pgworker.job import Claim
@@ -440,6 +441,30 @@ async def test_an_impossible_claim_that_cannot_be_released_comes_back_with_its_l
     assert row(admin, "k")["attempts"] == 0
 
 
+@pytest.mark.contract("A58")
+async def test_what_the_lanes_before_gave_is_released_with_an_impossible_claim(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = Claimer._claim
+
+    async def claim(self: Claimer, due: Due, limit: int) -> list[Claim]:
+        claims = await original(self, due, limit)
+        if due.lane.urgency and not seen.of(RunnerTrouble):
+            raise ClaimRefused("queue_invalid_claim", "made up", claims)
+        return claims
+
+    monkeypatch.setattr(Claimer, "_claim", claim)
+
+    @app.kind("work", poll=0.1)
+    async def work(job: Job[int]) -> None: ...
+
+    seen = Recorder(app)
+    await app.enqueue_many("work", [NewJob(index, urgency="catch_up" if index % 2 else "fresh") for index in range(4)])
+    async with running(app.worker()) as worker:
+        await seen.count(JobSettled, 4)
+        assert worker.status()["work"].released == 4
+
+
 # --- nothing leaks --------------------------------------------------------------------------------------------------
 
 
@@ -546,11 +571,17 @@ async def store_raises(conn: psycopg.AsyncConnection[Any], job: Job[str], value:
 
 
 def misbehave(app: App) -> None:
+    conflicts = [psycopg.errors.SerializationFailure]
+
+    async def store_conflicts(conn: psycopg.AsyncConnection[Any], job: Job[str], value: str) -> None:
+        raise (conflicts.pop() if conflicts else ValueError)(value)  # the first is tried again, and told as trouble
+
     for handler in (raises, raises_in_a_thread, raises_a_group, panics, unstorable, refused, undecodable):
         app.kind(handler.__name__, max_attempts=1)(handler)
     app.kind("store_refused", max_attempts=1, apply=store_refused)(fine)
     app.kind("store_twice", max_attempts=1, apply=store_twice)(fine_in_a_thread)
     app.kind("store_raises", max_attempts=1, apply=store_raises)(fine)
+    app.kind("store_conflicts", max_attempts=1, apply=store_conflicts)(fine)
 
 
 TABLES_THAT_REFUSE = """

@@ -405,6 +405,7 @@ async def test_a_kind_that_nobody_here_knows_waits_for_a_worker_that_does(app: A
     async with running(app.worker()) as worker:
         await app.enqueue("work", 1)
         await seen.wait(lambda: bool(seen.of(JobSettled)))
+        await app.enqueue("work", 1, delay=timedelta(hours=1))  # so that there is a lane to be reaped
         runner = worker._runners[0]
         await reap(runner._queue, runner._shared.database)
     assert [row(admin, key, kind="later") for key in ("new", "expired")] == before

@@ -31,13 +31,14 @@ async def enqueue(request: pytest.FixtureRequest, app: App, hand: Hand) -> Any:
     async def by_sql(key: str, revision: str | None, payload: object, **options: Any) -> str:
         found = hand.connection.execute(
             "select status from pgworker.enqueue('work', %(payload)s::jsonb, key => %(key)s, revision => %(revision)s,"
-            " urgency => %(urgency)s, if_pending => %(if_pending)s)",
+            " urgency => %(urgency)s, if_pending => %(if_pending)s, priority => %(priority)s)",
             {
                 "payload": json.dumps(payload),
                 "key": key,
                 "revision": revision,
                 "urgency": options.get("urgency", "fresh"),
                 "if_pending": options.get("if_pending", "replace"),
+                "priority": options.get("priority", 0),
             },
         ).fetchone()
         assert found is not None
@@ -57,13 +58,15 @@ def _pending(hand: Hand, admin: Admin, revision: str | None) -> None:
 def _retried(hand: Hand, admin: Admin, revision: str | None) -> None:
     hand.enqueue("k", revision, "old")
     hand.settle(hand.claim()[0], RETRY)
-    admin.execute("update pgworker.jobs set evictions = 3")
+    admin.execute("update pgworker.jobs set evictions = 3, last_error = 'ValueError'")
 
 
 def _running(hand: Hand, admin: Admin, revision: str | None) -> None:
     hand.enqueue("k", revision, "old")
     hand.claim()
-    admin.execute("update pgworker.jobs set attempts = 2, evictions = 3, last_code = 'handler_failed'")
+    admin.execute(
+        "update pgworker.jobs set attempts = 2, evictions = 3, last_code = 'handler_failed', last_error = 'ValueError'"
+    )
 
 
 def _cancel_requested(hand: Hand, admin: Admin, revision: str | None) -> None:
@@ -105,6 +108,8 @@ STATES = {
 @pytest.mark.parametrize("state", STATES)
 async def test_the_same_revision_changes_no_byte(hand: Hand, admin: Admin, enqueue: Any, state: str) -> None:
     STATES[state](hand, admin, "r1")
+    if state not in ("pending", "retried"):  # what waits may rise to fresh, and that alone
+        admin.execute("update pgworker.jobs set class = 1")
     before = (row(admin, "k"), result(admin, "k"))
     assert await enqueue("k", "r1", "new") == "unchanged"
     assert (row(admin, "k"), result(admin, "k")) == before
@@ -163,6 +168,19 @@ async def test_without_a_revision_the_latest_payload_wins(
     assert (after["state"], after["payload"]) == ("pending", "new")
     assert [after[name] for name in COUNTERS] == [0, 0, None, None, None]
     assert len(hand.claim()) == 1
+
+
+@pytest.mark.ruling("2.2")
+@pytest.mark.parametrize(("before", "now"), [("r1", "r2"), (None, None)])
+async def test_the_options_are_those_of_the_last_enqueue(
+    hand: Hand, admin: Admin, enqueue: Any, before: str | None, now: str | None
+) -> None:
+    hand.enqueue("k", before, "old", priority=5, max_attempts=2, delay=3600)
+    admin.execute("update pgworker.jobs set version = 2")
+    assert await enqueue("k", now, "new", priority=-5) == "replaced"
+    after = row(admin, "k")
+    assert (after["priority"], after["max_attempts"], after["version"]) == (-5, None, 1)
+    assert [claim.payload for claim in hand.claim(priority=-5)] == ['"new"']  # ready at once
 
 
 @pytest.mark.field("L21")

@@ -36,6 +36,7 @@ async def test_rows_of_a_kind_that_a_worker_does_not_know_stay_as_they_are(
     async with running(app.worker()):
         await app.enqueue("known", 1)
         await seen.count(JobSettled, 1)
+        await app.enqueue("known", 1, delay=3600)  # so that there is a lane to be reaped
         await database.open()
         assert await reap(JobsTable(TableMap(), app.kinds["known"]), database) == 0
         await database.close()
