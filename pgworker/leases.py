@@ -116,9 +116,18 @@ class LeaseKeeper:
     def run(self) -> None:
         """Renew what is due, until closed. Blocks its thread; an outage is logged and tried again."""
         try:
+            self._connect_ahead()
             while (due := self._wait_for_due()) is not None:
                 self._renew(due)
         finally:
+            self._disconnect()
+
+    def _connect_ahead(self) -> None:
+        """Before there is need: a server that is out of connections later must not cost a healthy worker its leases."""
+        try:
+            self._connected()
+        except psycopg.Error as error:
+            _log.info("no connection for renewals yet, trying again when one is due: %s", type(error).__name__)
             self._disconnect()
 
     def guard(self) -> None:

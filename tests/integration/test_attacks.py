@@ -379,12 +379,9 @@ async def test_a_worker_that_waits_for_a_lock_at_its_start_can_be_stopped(
             worker.drain()
 
 
-def connections(admin: Admin) -> int:
-    query = (
-        "select count(*) from pg_stat_activity where datname = current_database()"
-        " and application_name = 'pgworker enqueue'"
-    )
-    found = admin.execute(query).fetchone()
+def connections(admin: Admin, role: str = "enqueue") -> int:
+    query = "select count(*) from pg_stat_activity where datname = current_database() and application_name = %s"
+    found = admin.execute(query, [f"pgworker {role}"]).fetchone()
     assert found is not None
     return int(found[0])
 
@@ -465,6 +462,18 @@ def test_a_program_that_gives_up_on_a_silent_server_comes_to_its_end(silent_serv
 
 
 # --- the surroundings -----------------------------------------------------------------------------------------------
+
+
+async def test_the_connection_for_renewals_is_there_before_the_first_lease(app: App, admin: Admin) -> None:
+    """A server that runs out of connections later must not cost a worker its leases, time and again."""
+
+    @app.kind("work")
+    async def work(job: Job[object]) -> None: ...
+
+    async with running(app.worker()):
+        with anyio.fail_after(10):
+            while connections(admin, "lease") != 1:  # noqa: ASYNC110 - nothing tells of it
+                await anyio.sleep(0.02)
 
 
 async def test_an_enqueue_survives_that_its_pooled_connections_were_ended(app: App, admin: Admin) -> None:

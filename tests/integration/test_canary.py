@@ -420,7 +420,7 @@ async def test_an_impossible_claim_is_released_unrun(app: App, admin: Admin, lie
     assert sorted({*calls, *held}) == [f"k{index}" for index in range(10)]
 
 
-@pytest.mark.contract("A58")
+@pytest.mark.contract("A46", "A58")
 async def test_an_impossible_claim_that_cannot_be_released_comes_back_with_its_lease(
     app: App, admin: Admin, hand: Hand, lie: Lie, trouble: Trouble
 ) -> None:
@@ -434,6 +434,7 @@ async def test_an_impossible_claim_that_cannot_be_released_comes_back_with_its_l
     async with running(app.worker()) as worker:
         await seen.wait(lambda: len(seen.of(RunnerTrouble)) == 2)
         assert [event.code for event in seen.of(RunnerTrouble)] == ["queue_invalid_claim", "queue_release_failed"]
+        assert SECRET not in str(seen.events)
         assert row(admin, "k")["token"] is not None
         assert worker.status()["work"].released == 0
         age(admin, 60)

@@ -124,7 +124,7 @@ def test_a_report_that_comes_back_keeps_its_start(hand: Hand) -> None:
 async def test_a_report_that_fails_is_logged_and_tried_again(
     app: App, admin: Admin, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.DEBUG)
+    caplog.set_level(logging.DEBUG, logger="pgworker")  # an in-process command line may have raised its level
     monkeypatch.setattr("pgworker.maintenance.REPORT_EVERY", timedelta(seconds=0.05))
     original = Database.run
     failures = 2
