@@ -106,6 +106,7 @@ def test_each_row_of_a_batch_is_judged_by_its_own_expiry(hand: Hand, admin: Admi
 
 @pytest.mark.race(12)
 @pytest.mark.contract("C3")
+@pytest.mark.ruling("4.1")
 def test_eight_claimers_share_out_all_rows_but_the_locked_one(dsn: str, hand: Hand) -> None:
     from tests.handles import hand as another_hand  # noqa: PLC0415
 
