@@ -250,7 +250,7 @@ def test_a_survey_of_many_lanes_reads_a_few_pages_a_lane(hand: Hand, admin: Admi
     plan = explainer.fresh(survey_lanes(TABLES, ["work"]))
     leaves = admin.execute("select count(*) from pg_partition_tree('pgworker.jobs') where isleaf").fetchone()
     assert leaves is not None
-    assert plan.pages <= (20 * 12 + 30) * leaves[0]  # where jobs is partitioned, each partition is asked
+    assert plan.pages <= (20 * 12 + 30) * max(1, leaves[0])  # where jobs is partitioned, each partition is asked
     assert hand.lanes() == [Lane("work", 0, priority) for priority in range(20)]
 
 
