@@ -10,21 +10,21 @@ with now as materialized (
               %(ready_ats)s::timestamptz[], %(max_attempts)s::int[], %(payloads)s::text[]) with ordinality
        as t(key, revision, class, priority, delay, ready_at, max_attempts, payload, ord)
   order by t.key collate "C", t.ord desc
-), seen as materialized (                                    -- a plain read: an unchanged key takes no lock, no WAL, no id
-  select i.ord, j.* from input i cross join lateral (
-    select j.kind, j.key, j.id, j.generation, j.revision, j.state, j.class, j.lease_epoch, j.token is not null as leased
-    from {jobs} j where j.kind = i.kind and j.key = i.key limit 1) j
-), same as materialized (
-  select s.*, i.revision <> '' and s.revision = i.revision as unchanged, i.class as wanted_class
-  from seen s join input i on i.ord = s.ord
-  where (i.revision <> '' and s.revision = i.revision) or (%(keep)s::bool and s.state = 'pending')
+), looked as materialized (                                  -- a plain read: an unchanged key takes no lock, no WAL, no id
+  -- Each row carries on what was seen of it: joined to itself, as the planner guesses ten rows, 20,000 took 6 s.
+  select i.*, j.id, j.state, j.class as old_class, j.lease_epoch, j.leased,
+         coalesce(i.revision <> '' and j.revision = i.revision, false) as unchanged,
+         coalesce(%(keep)s::bool and j.state = 'pending', false) as kept
+  from input i left join lateral (
+    select j.id, j.revision, j.state, j.class, j.lease_epoch, j.token is not null as leased
+    from {jobs} j where j.kind = i.kind and j.key = i.key limit 1) j on true
 ), rising as materialized (                                  -- a live edit promotes waiting catch-up work; a locked row is left as it is
-  select j.kind, j.id from same s cross join lateral (
+  select j.kind, j.id from looked l cross join lateral (
     select j.kind, j.id from {jobs} j
-    where j.kind = s.kind and j.id = s.id and j.revision = s.revision and j.state = 'pending' and j.token is null
-      and j.class > s.wanted_class
+    where j.kind = l.kind and j.id = l.id and j.revision = l.revision and j.state = 'pending' and j.token is null
+      and j.class > l.class
     for no key update skip locked) j
-  where s.unchanged and s.class > s.wanted_class and s.state = 'pending'
+  where l.unchanged and l.old_class > l.class and l.state = 'pending'
 ), risen as (
   update {jobs} j set class = 0 from rising where j.kind = rising.kind and j.id = rising.id returning j.id
 ), put as (
@@ -33,8 +33,8 @@ with now as materialized (
          -- one microsecond apart: jobs of one call stay in its order, although they are inserted in key order
          coalesce(i.ready_at, now.at + i.delay * interval '1 second' + i.ord * interval '1 microsecond'),
          now.at, i.max_attempts, %(version)s::smallint, i.payload::jsonb
-  from input i cross join now
-  where not exists (select from same s where s.ord = i.ord)
+  from looked i cross join now
+  where not (i.unchanged or i.kept)
   order by i.key collate "C"
   on conflict (kind, key) do update set
     revision = excluded.revision, generation = j.generation + 1, payload = excluded.payload, version = excluded.version,
@@ -50,12 +50,12 @@ with now as materialized (
 )
 select put.key,
        case when put.generation = 1 then 'created'
-            when s.state <> 'pending' then 'requeued'
-            when put.token is null and (s.leased or put.lease_epoch <> s.lease_epoch) then 'superseded'
+            when l.state <> 'pending' then 'requeued'
+            when put.token is null and (l.leased or put.lease_epoch <> l.lease_epoch) then 'superseded'
             else 'replaced' end as status,
        'pending' as state, pg_current_xact_id_if_assigned()::text as transaction
-from put left join seen s on s.key = put.key
+from put left join looked l on l.key = put.key
 union all
-select s.key, case when s.unchanged then 'unchanged' else 'kept' end, s.state, null
-from same s
+select l.key, case when l.unchanged then 'unchanged' else 'kept' end, l.state, null
+from looked l where l.unchanged or l.kept
 -- A key in neither: another transaction has put the same revision meanwhile. Send those keys once more: a new snapshot sees it.
