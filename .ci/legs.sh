@@ -33,19 +33,25 @@ cannot() { # NAME REASON
 }
 
 # Each integration test that passed in the suite must have passed in the leg: a leg that skips its tests is no leg.
+# Excused is only what reads the server's own log, which a container keeps to itself.
 compare() { # LEG
     "$venv/bin/python" - "$out/suite.xml" "$out/$1.xml" <<'PYTHON'
 import sys
 import xml.etree.ElementTree as tree
 
-def passed(path):
-    cases = tree.parse(path).iter("testcase")
-    names = {f"{case.get('classname')}::{case.get('name')}" for case in cases if len(case) == 0 or case[0].tag.startswith("system")}
+def tests(path, wanted):
+    names = {f"{case.get('classname')}::{case.get('name')}" for case in tree.parse(path).iter("testcase") if wanted(case)}
     return {name for name in names if name.startswith("tests.integration.") and ".test_embedded::" not in name}
 
-suite, leg = map(passed, sys.argv[1:])
-print(f"integration tests passed: {len(suite)} in the suite, {len(leg)} in this leg")
-if lost := sorted(suite - leg):
+def passed(case):
+    return len(case) == 0 or case[0].tag.startswith("system")
+
+def excused(case):
+    return len(case) > 0 and case[0].tag == "skipped" and "the server's log cannot be read here" in case[0].get("message", "")
+
+suite, leg, spared = tests(sys.argv[1], passed), tests(sys.argv[2], passed), tests(sys.argv[2], excused)
+print(f"integration tests passed: {len(suite)} in the suite, {len(leg)} in this leg, {len(spared)} excused")
+if lost := sorted(suite - leg - spared):
     sys.exit("passed in the suite only: " + " ".join(lost))
 PYTHON
 }
