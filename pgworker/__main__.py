@@ -12,7 +12,7 @@ def main() -> None:
     try:
         app()
     except Exception as error:  # noqa: BLE001 - the last resort: told, and the exit code says so
-        from pgworker.cli.errors import report_internal  # noqa: PLC0415
+        from pgworker.cli.errors import report_internal  # noqa: PLC0415 - only if needed
 
         sys.exit(report_internal(error, debug="--debug" in sys.argv))
 

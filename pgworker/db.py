@@ -160,7 +160,7 @@ class Database:
         """Start the pool; connections are made in the background."""
         await self._pool.open(wait=False)
         # Beside the pool's own tasks, and as they are: an app that only enqueues has no task group to put it into.
-        self._warden = asyncio.create_task(self._close_at_loops_end())  # noqa: TID251
+        self._warden = asyncio.create_task(self._close_at_loops_end())  # noqa: TID251 - said above
 
     async def close(self) -> None:
         """Close the pool's connections."""

@@ -70,8 +70,6 @@ class LeaseKeeper:
         self._beat_at = time.monotonic()
         self._held_since_beat: dict[str, Lease] = {}
         self._told_of_beat = 0.0
-        self.renewals = 0
-        """Statements sent; for status and tests."""
 
     def hold(self, claim: Claim, lease: Lease, *, sent_at: float, stop: Callable[[Cause], None]) -> Held:
         """Keep this lease alive from now on; `sent_at` is the monotonic time at which its claim was sent."""
@@ -169,7 +167,6 @@ class LeaseKeeper:
             for held in due:
                 held.renew_at = sent_at + min(_ERROR_PAUSE_SECONDS, held.lease.ttl.total_seconds() / 10)
             return
-        self.renewals += 1
         for held in due:
             answer = renewed[held.claim.id]
             match answer.verdict:

@@ -33,7 +33,7 @@ async def reap_forever(queue: Queue, database: Database, wake: Callable[[], None
     """
     while True:
         # Spread, so that processes which were started together do not all read at once.
-        await anyio.sleep(REAP_EVERY.total_seconds() * random.uniform(0.9, 1.1))  # noqa: S311
+        await anyio.sleep(REAP_EVERY.total_seconds() * random.uniform(0.9, 1.1))  # noqa: S311 - spreads, guards nothing
         try:
             if await reap(queue, database):
                 wake()
