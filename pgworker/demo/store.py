@@ -71,9 +71,8 @@ set search = to_tsvector('pg_catalog.english', %(text)s::text), indexed_revision
 where key = %(key)s"""
 
 _FORGET_DOCUMENTS: Final = "delete from pgworker_demo.documents where key = any(%(keys)s)"
-_FORGET_JOBS: Final = """
-with gone as (delete from {jobs} where kind = %(kind)s and key = any(%(keys)s))
-delete from {results} where kind = %(kind)s and key = any(%(keys)s)"""
+_FORGET_JOBS: Final = "delete from {jobs} where kind = %(kind)s and key = any(%(keys)s)"
+_FORGET_RESULTS: Final = "delete from {results} where kind = %(kind)s and key = any(%(keys)s)"
 
 _FAILED: Final = """
 select j.key from pgworker_demo.documents d join {jobs} j on j.kind = %(kind)s and j.key = d.key
@@ -175,7 +174,9 @@ class Store:
         """
         if documents:
             await conn.execute(_FORGET_DOCUMENTS, {"keys": list(keys)})
-        await conn.execute(self._sql(_FORGET_JOBS), {"kind": KIND, "keys": list(keys)})
+        # Two statements: the first may wait for a completion, whose result only a later snapshot sees.
+        for text in (_FORGET_JOBS, _FORGET_RESULTS):
+            await conn.execute(self._sql(text), {"kind": KIND, "keys": list(keys)})
 
     async def failed_for_now(self, conn: AsyncConnection, lasting: Iterable[str]) -> list[str]:
         """The keys of jobs that ended without success, but for those with a code that says it would be so again."""

@@ -46,9 +46,8 @@ update pgworker.jobs set state = case when token is null then 'cancelled' else s
     finished_at = case when token is null then clock_timestamp() end,
     cancel_requested_at = case when token is not null then clock_timestamp() end
 where key = %s and state = 'pending'"""
-_DELETE = """
-with gone as (delete from pgworker.jobs where key = %s returning kind, key)
-delete from pgworker.results r using gone where r.kind = gone.kind and r.key = gone.key"""
+# Two statements: the first may wait for a completion, whose result only a later snapshot sees.
+_DELETE = ("delete from pgworker.jobs where key = %s", "delete from pgworker.results where key = %s")
 
 
 class Held(NamedTuple):
@@ -347,7 +346,9 @@ class Stress:
                         mine.connection.execute("select from pgworker.jobs where key = %s for update", [key])
                         self._stop.wait(chance.uniform(0, 0.6))
                 case dice if dice < 0.45:
-                    mine.connection.execute(_DELETE, [key])
+                    with mine.connection.transaction():
+                        for statement in _DELETE:
+                            mine.connection.execute(statement, [key])
                 case _:
                     running = [each.claim.key for each in list(self._held.values())]
                     for each in [key, *chance.sample(running, min(3, len(running)))]:
