@@ -61,6 +61,39 @@ create table {schema}.results (
     primary key (key, kind)
 );
 
+-- The switchboard: what holds for a kind in every process. A kind without a row is not paused.
+create table {schema}.kinds (
+    paused_at    timestamptz,                                    -- null = not paused
+    paused_until timestamptz,                                    -- null = until it is resumed
+    kind         text collate "C" primary key,
+    pause_code   text,
+    constraint kinds_pause check (paused_at is not null or (paused_until is null and pause_code is null))
+);
+
+-- The journal: what happened to a job, written by the statement that did it.
+create sequence {schema}.fact_ids as bigint;
+
+create table {schema}.facts (
+    id          bigint      not null default pg_catalog.nextval('{schema}.fact_ids'),
+    at          timestamptz not null,
+    xid         xid8        not null default pg_catalog.pg_current_xact_id(),  -- ids are given before commits: readers must not pass open transactions
+    job_id      bigint      not null,
+    generation  integer     not null,
+    attempts    integer     not null,                            -- judged failures, this one included
+    kind        text collate "C" not null,
+    key         text collate "C" not null,
+    revision    text collate "C" not null,
+    what        text        not null,
+    code        text,
+    runner      text,                                            -- that held the lease
+    primary key (id),
+    constraint facts_what check (what in ('enqueued', 'replaced', 'superseded', 'requeued', 'claimed', 'succeeded', 'retried', 'parked',
+        'released', 'failed', 'cancelled', 'evicted', 'retry_requested', 'rebuild_requested', 'cancel_requested', 'forgotten'))
+);
+
+-- The history of one job.
+create index facts_job on {schema}.facts (key, kind, id);
+
 create table {schema}.runners (
     seen_at     timestamptz not null,
     started_at  timestamptz not null,
@@ -162,6 +195,10 @@ begin
                            when seen.state <> 'pending' then 'requeued'
                            when put.token is null and (seen.token is not null or put.lease_epoch <> seen.lease_epoch) then 'superseded'
                            else 'replaced' end;
+            if status = 'superseded' then
+                insert into {schema}.facts (at, job_id, generation, attempts, kind, key, revision, what)
+                values (clock_timestamp(), put.id, put.generation, 0, put.kind, put.key, put.revision, status);
+            end if;
             if enqueue.wake and put.ready_at <= clock_timestamp() then
                 perform pg_notify({channel}, 'r:' || want.kind);
             end if;

@@ -5,13 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from types import NoneType
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 from pgworker.errors import ConfigError
 from pgworker.retry import Backoff
 
 STORE_TIMEOUT = timedelta(seconds=5)
 """The deadline of every statement a runner sends; the server's own statement_timeout lies a little below it."""
+
+Facts: TypeAlias = Literal["all", "exceptional", "none"]
+"""What of a job's history is kept: every step, what went otherwise than planned, or nothing."""
 
 MAX_BATCH = 10_000
 _LONGEST = timedelta(days=3650)  # past that, instants leave the range of the database's timestamps
@@ -84,6 +87,16 @@ class Policy:
     stop: Stop = Stop("drain", timedelta(seconds=25))
     panic: Literal["retry", "permanent"] = "retry"
     """What a crash (an exception outside Exception, such as SystemExit) does to its jobs."""
+    facts: Facts = "exceptional"
+    """How much the journal keeps of these jobs."""
+    weights: tuple[int, int] = (4, 1)
+    """Rounds of claims in a row that prefer fresh jobs, then those that prefer catch-up; zero: only what is left."""
+    singly: bool = False
+    """Whether a batch call that fails as a whole is made again for each of its jobs alone."""
+    supersede: Literal["now", "wait"] = "now"
+    """Whether a new revision may start at once, beside the run that it supersedes, or when that one's lease ends."""
+    results: Literal["poll", "notify"] = "poll"
+    """How those who wait for results learn of them: by looking once a second, or by a notification, too."""
 
     def __post_init__(self) -> None:
         _check(
@@ -98,8 +111,12 @@ class Policy:
         )
         for name, limit in (("max_attempts", self.max_attempts), ("max_evictions", self.max_evictions)):
             _check(holds=limit is None or limit >= 1, message=f"{name} must be at least 1 or None, got {limit}")
+        for name, choices in _CHOICES.items():
+            chosen = getattr(self, name)
+            _check(holds=chosen in choices, message=f"{name} is one of {', '.join(choices)}, got {chosen!r}")
+        _check_weights(self.weights)
         if self.lease.heartbeat is None:
-            needed = covering_ttl(self.timeout, self.batch)
+            needed = covering_ttl(self.timeout, self.batch, singly=self.singly)
             _check(
                 holds=self.lease.ttl >= needed,
                 message=f"a lease without renewal must cover the handler and its writes: at least "
@@ -107,13 +124,38 @@ class Policy:
             )
 
 
-def covering_ttl(timeout: timedelta | None, batch: int) -> timedelta:
-    """The shortest lease that covers a call: its deadline, then two statements a job, the claim and the clean-up."""
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "panic": ("retry", "permanent"),
+    "facts": get_args(Facts),
+    "supersede": ("now", "wait"),
+    "results": ("poll", "notify"),
+}
+
+
+def _check_weights(weights: object) -> None:
+    """Raise ConfigError for anything but two counts of rounds of which one at least is positive."""
+    match weights:
+        case (int(fresh), int(catch_up)) if isinstance(weights, tuple):
+            fits = 0 <= fresh <= MAX_BATCH and 0 <= catch_up <= MAX_BATCH and fresh + catch_up > 0
+        case _:
+            fits = False
+    _check(
+        holds=fits,
+        message=f"weights are two numbers of rounds from 0 to {MAX_BATCH}, fresh then catch-up, such as (4, 1), "
+        f"got {weights!r}",
+    )
+
+
+def covering_ttl(timeout: timedelta | None, batch: int, *, singly: bool = False) -> timedelta:
+    """The shortest lease that covers a call: its deadline, then two statements a job, the claim and the clean-up.
+
+    With `singly` the call may be followed by one for each job, each with a deadline of its own.
+    """
     if timeout is None:
         msg = "a lease without renewal needs a timeout to cover"
         raise ConfigError(msg)
     try:
-        return timeout + (2 * batch + 2) * STORE_TIMEOUT
+        return timeout * (1 + batch if singly else 1) + (2 * batch + 2) * STORE_TIMEOUT
     except OverflowError as error:
         msg = f"a timeout of {timeout} and a batch of {batch} are too much to cover"
         raise ConfigError(msg) from error
@@ -130,6 +172,7 @@ def _content() -> Policy:
         backoff=Backoff(cap=timedelta(minutes=1), jitter="additive"),
         stop=Stop("release"),
         panic="permanent",
+        facts="none",
     )
 
 
@@ -141,6 +184,7 @@ def _pool() -> Policy:
         max_attempts=3,
         backoff=Backoff(base=timedelta(seconds=2), cap=timedelta(minutes=5), jitter="none"),
         stop=Stop("drain"),
+        facts="all",
     )
 
 
@@ -150,6 +194,7 @@ def _simple() -> Policy:
         poll=timedelta(seconds=10),
         lease=Lease.renew(timedelta(minutes=5)),
         stop=Stop("drain"),
+        facts="none",
     )
 
 
@@ -158,6 +203,7 @@ def _dispatch() -> Policy:
         lease=Lease.renew(timedelta(seconds=30), timedelta(seconds=10)),
         backoff=Backoff(cap=timedelta(minutes=1), jitter="full"),
         stop=Stop("drain", timedelta(seconds=30)),
+        facts="all",
     )
 
 
@@ -185,6 +231,11 @@ class PolicyOptions(TypedDict, total=False):
     backoff: Backoff | None
     stop: Stop | None
     panic: Literal["retry", "permanent"]
+    facts: Facts
+    weights: tuple[int, int]
+    singly: bool
+    supersede: Literal["now", "wait"]
+    results: Literal["poll", "notify"]
 
 
 UNLIMITED = -1
@@ -216,5 +267,6 @@ def make_policy(preset: str, options: PolicyOptions) -> Policy:
     if base.lease.heartbeat is None and "lease" not in given:
         timeout = cast("timedelta | None", given.get("timeout", base.timeout))
         batch = cast("int", given.get("batch", base.batch))
-        given["lease"] = Lease.cover(max(base.lease.ttl, covering_ttl(timeout, batch)))
+        needed = covering_ttl(timeout, batch, singly=bool(given.get("singly")))
+        given["lease"] = Lease.cover(max(base.lease.ttl, needed))
     return replace(base, **cast("Any", given))

@@ -12,12 +12,29 @@ from pgworker import statements
 from pgworker.job import Claim
 from pgworker.kind import Kind
 from pgworker.outcome import Settlement, Success
-from pgworker.statements import BEGINNING, Answer, Due, Lane, Reaped, Statement
+from pgworker.statements import BEGINNING, FACTS, Answer, Due, Lane, Reaped, Renewal, Statement
 from pgworker.tablemap import TableMap
+
+
+class Renewals(Protocol):
+    """How leases are renewed: equal values share a statement."""
+
+    def __call__(self, leases: Sequence[tuple[Claim, float | None]]) -> Statement[dict[int, Renewal]]:
+        """Prolong each lease to so many seconds from now, or only look at those without seconds."""
+        ...
+
+    def __hash__(self) -> int:
+        """Equal values share a statement."""
+        ...
 
 
 class Queue(Protocol):
     """What a runner asks of a table: statements to be run by its own driver, each short and complete in itself."""
+
+    @property
+    def renewals(self) -> Renewals:
+        """How the leases of its claims are renewed."""
+        ...
 
     def survey(self) -> Statement[list[Due]]:
         """The lanes that have unfinished jobs."""
@@ -45,6 +62,17 @@ class Queue(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class JobsRenewals:
+    """The leases of one schema's jobs table, whatever their kinds."""
+
+    tables: TableMap
+
+    def __call__(self, leases: Sequence[tuple[Claim, float | None]]) -> Statement[dict[int, Renewal]]:
+        """See Renewals."""
+        return statements.renew_leases(self.tables, leases)
+
+
+@dataclass(frozen=True, slots=True)
 class JobsTable:
     """The queue of one kind in the jobs table."""
 
@@ -54,6 +82,15 @@ class JobsTable:
     @property
     def _ttl_seconds(self) -> float:
         return self.kind.policy.lease.ttl.total_seconds()
+
+    @property
+    def _facts(self) -> int:
+        return FACTS[self.kind.policy.facts]
+
+    @property
+    def renewals(self) -> Renewals:
+        """See Queue."""
+        return JobsRenewals(self.tables)
 
     def survey(self) -> Statement[list[Due]]:
         """See Queue."""
@@ -70,15 +107,16 @@ class JobsTable:
             ttl_seconds=self._ttl_seconds,
             max_evictions=self.kind.policy.max_evictions,
             version=self.kind.version,
+            facts=self._facts,
         )
 
     def finish(self, finished: Sequence[tuple[Claim, Success]]) -> Statement[dict[int, Answer]]:
         """See Queue."""
-        return statements.finish_jobs(self.tables, self.kind.name, finished)
+        return statements.finish_jobs(self.tables, self.kind.name, finished, facts=self._facts)
 
     def settle(self, settled: Sequence[tuple[Claim, Settlement]]) -> Statement[dict[int, Answer]]:
         """See Queue."""
-        return statements.settle_jobs(self.tables, self.kind.name, settled)
+        return statements.settle_jobs(self.tables, self.kind.name, settled, facts=self._facts)
 
     def check(self, claim: Claim) -> Statement[int | None]:
         """See Queue."""
@@ -93,4 +131,5 @@ class JobsTable:
             ttl_seconds=self._ttl_seconds,
             max_evictions=self.kind.policy.max_evictions,
             after=after,
+            facts=self._facts,
         )

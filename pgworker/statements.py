@@ -13,6 +13,7 @@ from uuid import UUID
 
 from pgworker.job import Claim, EnqueueStatus, State, Verdict
 from pgworker.outcome import Settlement, Success
+from pgworker.policy import Facts
 from pgworker.tablemap import TableMap
 
 T = TypeVar("T")
@@ -21,6 +22,9 @@ Parameters: TypeAlias = Mapping[str, object]
 
 _COMMENT = re.compile(r"\s*--[^\n]*")
 _TABLE = re.compile(r"\{(\w+)\}")
+
+FACTS: Mapping[Facts, int] = {"none": 0, "exceptional": 1, "all": 2}
+"""How much of what happens a statement writes into the journal."""
 
 BEGINNING = (datetime.min.replace(tzinfo=UTC), -1)
 """A cursor before every job of a lane."""
@@ -49,6 +53,8 @@ class Due(NamedTuple):
 
     lane: Lane
     due_in_seconds: float | None
+    paused: bool
+    """Whether its kind may not be claimed at present."""
 
 
 class Put(NamedTuple):
@@ -118,7 +124,7 @@ class Insert:
 
 
 @cache
-def _render(name: str, tables: TableMap) -> bytes:
+def render(name: str, tables: TableMap) -> bytes:
     """The text of queries/<name>.sql for these tables, without comments (the server need not parse them each time)."""
     text = resources.files("pgworker.queries").joinpath(f"{name}.sql").read_text(encoding="utf-8")
     bare = _COMMENT.sub("", text).strip()
@@ -130,12 +136,18 @@ def _after_ready(cursor: tuple[datetime, int]) -> datetime | str:
     return "-infinity" if cursor == BEGINNING else cursor[0]
 
 
-def _rows(of: Callable[..., T]) -> Callable[[Sequence[Row]], list[T]]:
+def read_rows(of: Callable[..., T]) -> Callable[[Sequence[Row]], list[T]]:
+    """A reader that makes one thing of each row's columns."""
     return lambda rows: [of(*row) for row in rows]
 
 
-def _nothing(_rows: Sequence[Row]) -> None:
-    return None
+def _due(kind: object, urgency: object, priority: object, due_in_seconds: object, paused: object) -> Due:
+    lane = Lane(cast("str", kind), cast("int", urgency), cast("int", priority))
+    return Due(lane, cast("float | None", due_in_seconds), cast("bool", paused))
+
+
+def read_nothing(_rows: Sequence[Row]) -> None:
+    """The reader of a statement that answers nothing."""
 
 
 def _fence(claims: Sequence[Claim]) -> dict[str, object]:
@@ -153,12 +165,22 @@ def _answers(rows: Sequence[Row]) -> dict[int, Answer]:
 
 
 def insert_jobs(
-    tables: TableMap, kind: str, jobs: Sequence[Insert], *, version: int, keep: bool
+    tables: TableMap,
+    kind: str,
+    jobs: Sequence[Insert],
+    *,
+    version: int,
+    keep: bool,
+    wait: bool = False,
+    facts: int = 0,
 ) -> Statement[dict[str, Put]]:
-    """Put jobs of one kind, each key once; answers by key. A key without an answer is to be sent again."""
+    """Put jobs of one kind, each key once; answers by key. A key without an answer is to be sent again.
+
+    With `wait` a job that supersedes a running one is ready only when that lease would have ended.
+    """
     return Statement(
         "insert_jobs",
-        _render("insert_jobs", tables),
+        render("insert_jobs", tables),
         {
             "kind": kind,
             "keys": [job.key for job in jobs],
@@ -171,8 +193,10 @@ def insert_jobs(
             "payloads": [job.payload for job in jobs],
             "version": version,
             "keep": keep,
+            "wait": wait,
+            "facts": facts,
         },
-        lambda rows: {put.key: put for put in _rows(Put)(rows)},
+        lambda rows: {put.key: put for put in read_rows(Put)(rows)},
     )
 
 
@@ -180,9 +204,9 @@ def survey_lanes(tables: TableMap, kinds: Sequence[str]) -> Statement[list[Due]]
     """The lanes of these kinds that have unfinished jobs, in the order in which they are to be claimed."""
     return Statement(
         "survey_lanes",
-        _render("survey_lanes", tables),
+        render("survey_lanes", tables),
         {"kinds": list(kinds)},
-        lambda rows: [Due(Lane(*cast("tuple[str, int, int]", row[:3])), cast("float | None", row[3])) for row in rows],
+        lambda rows: [_due(*row) for row in rows],
     )
 
 
@@ -197,11 +221,12 @@ def claim_jobs(
     max_evictions: int | None,
     version: int,
     after: tuple[datetime, int] = BEGINNING,
+    facts: int = 0,
 ) -> Statement[list[Claim]]:
     """Take up to `limit` ready jobs of a lane, in its order, under a token that was never used before."""
     return Statement(
         "claim_jobs",
-        _render("claim_jobs", tables),
+        render("claim_jobs", tables),
         {
             "kind": lane.kind,
             "class": lane.urgency,
@@ -214,25 +239,29 @@ def claim_jobs(
             "version": version,
             "after_ready": _after_ready(after),
             "after_id": after[1],
+            "facts": facts,
         },
         # UPDATE ... RETURNING has no order of its own
-        lambda rows: sorted(_rows(Claim)(rows), key=lambda claim: (claim.ready_at, claim.id)),
+        lambda rows: sorted(read_rows(Claim)(rows), key=lambda claim: (claim.ready_at, claim.id)),
     )
 
 
-def finish_jobs(tables: TableMap, kind: str, finished: Sequence[tuple[Claim, Success]]) -> Statement[dict[int, Answer]]:
+def finish_jobs(
+    tables: TableMap, kind: str, finished: Sequence[tuple[Claim, Success]], *, facts: int = 0
+) -> Statement[dict[int, Answer]]:
     """Succeed these jobs of one kind and store their values; answers by id."""
     claims = [claim for claim, _ in finished]
     parameters = _fence(claims) | {
         "kind": kind,
         "generations": [claim.generation for claim in claims],
         "results": [success.value for _, success in finished],
+        "facts": facts,
     }
-    return Statement("finish_jobs", _render("finish_jobs", tables), parameters, _answers)
+    return Statement("finish_jobs", render("finish_jobs", tables), parameters, _answers)
 
 
 def settle_jobs(
-    tables: TableMap, kind: str, settled: Sequence[tuple[Claim, Settlement]]
+    tables: TableMap, kind: str, settled: Sequence[tuple[Claim, Settlement]], *, facts: int = 0
 ) -> Statement[dict[int, Answer]]:
     """Retry, park, release, fail or cancel these jobs of one kind; answers by id."""
     claims = [claim for claim, _ in settled]
@@ -244,12 +273,16 @@ def settle_jobs(
         "delays": [settlement.delay_seconds for _, settlement in settled],
         "codes": [settlement.code for _, settlement in settled],
         "errors": [settlement.error_class for _, settlement in settled],
+        "facts": facts,
     }
-    return Statement("settle_jobs", _render("settle_jobs", tables), parameters, _answers)
+    return Statement("settle_jobs", render("settle_jobs", tables), parameters, _answers)
 
 
-def renew_leases(tables: TableMap, leases: Sequence[tuple[Claim, float]]) -> Statement[dict[int, Renewal]]:
-    """Prolong these leases, of any kinds, each by its own seconds from now; answers by id."""
+def renew_leases(tables: TableMap, leases: Sequence[tuple[Claim, float | None]]) -> Statement[dict[int, Renewal]]:
+    """Prolong these leases, of any kinds, each to its own seconds from now; answers by id.
+
+    One without seconds is only looked at, without a lock: done while it is ours, else lost.
+    """
     claims = [claim for claim, _ in leases]
     parameters = _fence(claims) | {
         "kinds": [claim.kind for claim in claims],
@@ -257,7 +290,7 @@ def renew_leases(tables: TableMap, leases: Sequence[tuple[Claim, float]]) -> Sta
     }
     return Statement(
         "renew_leases",
-        _render("renew_leases", tables),
+        render("renew_leases", tables),
         parameters,
         lambda rows: {cast("int", row[0]): Renewal(cast("Verdict", row[1]), cast("bool", row[2])) for row in rows},
     )
@@ -271,6 +304,7 @@ def reap_expired(
     ttl_seconds: float,
     max_evictions: int | None,
     after: tuple[datetime, int],
+    facts: int = 0,
 ) -> Statement[Reaped]:
     """Read up to `limit` due jobs of a lane after the cursor, and end or free those whose lease has expired."""
     parameters = {
@@ -282,6 +316,7 @@ def reap_expired(
         "max_evictions": max_evictions,
         "after_ready": _after_ready(after),
         "after_id": after[1],
+        "facts": facts,
     }
 
     def read(rows: Sequence[Row]) -> Reaped:
@@ -291,14 +326,14 @@ def reap_expired(
         cursor = (cast("datetime", ready_at), cast("int", last_id))
         return Reaped(cast("int", count), cast("int", done), cast("int", freed), cursor)
 
-    return Statement("reap_expired", _render("reap_expired", tables), parameters, read)
+    return Statement("reap_expired", render("reap_expired", tables), parameters, read)
 
 
 def check_fence(tables: TableMap, claim: Claim) -> Statement[int | None]:
     """The job's generation if this claim still owns it; also readies the transaction for the app's own statements."""
     return Statement(
         "check_fence",
-        _render("check_fence", tables),
+        render("check_fence", tables),
         {"kind": claim.kind, "id": claim.id, "key": claim.key, "revision": claim.revision, "token": claim.token},
         lambda rows: cast("int | None", rows[0][0]),
     )
@@ -308,27 +343,27 @@ def report_runners(tables: TableMap, runner: str, statuses: Mapping[str, str], *
     """Say that the runners of this process live; `statuses` are JSON texts by kind."""
     return Statement(
         "report_runners",
-        _render("report_runners", tables),
+        render("report_runners", tables),
         {
             "runner": runner,
             "kinds": list(statuses),
             "statuses": list(statuses.values()),
             "release": release,
         },
-        _nothing,
+        read_nothing,
     )
 
 
 def forget_runners(tables: TableMap, runner: str) -> Statement[None]:
     """Take this process's runners off the list."""
-    return Statement("forget_runners", _render("forget_runners", tables), {"runner": runner}, _nothing)
+    return Statement("forget_runners", render("forget_runners", tables), {"runner": runner}, read_nothing)
 
 
 def list_runners(tables: TableMap) -> Statement[list[Presence]]:
     """The runners that reported themselves within the last day."""
-    return Statement("list_runners", _render("list_runners", tables), {}, _rows(Presence))
+    return Statement("list_runners", render("list_runners", tables), {}, read_rows(Presence))
 
 
 def count_jobs(tables: TableMap, *, bound: int) -> Statement[list[KindCount]]:
     """Jobs by kind and derived state; a count that reaches `bound` stands for that many or more."""
-    return Statement("count_jobs", _render("count_jobs", tables), {"bound": bound}, _rows(KindCount))
+    return Statement("count_jobs", render("count_jobs", tables), {"bound": bound}, read_rows(KindCount))

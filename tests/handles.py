@@ -80,6 +80,7 @@ class Hand:
         max_evictions: int | None = 5,
         version: int = 1,
         token: uuid.UUID | None = None,
+        facts: int = 0,
     ) -> list[Claim]:
         """Claim ready jobs of one lane."""
         return self.send(
@@ -92,6 +93,7 @@ class Hand:
                 ttl_seconds=ttl_seconds,
                 max_evictions=max_evictions,
                 version=version,
+                facts=facts,
             )
         )
 
@@ -103,8 +105,8 @@ class Hand:
         """Write any other end of one claimed job."""
         return self.send(settle_jobs(self.tables, self.kind, [(claim, settlement)]))[claim.id]
 
-    def renew(self, claim: Claim, ttl_seconds: float = 60.0) -> Renewal:
-        """Prolong one lease."""
+    def renew(self, claim: Claim, ttl_seconds: float | None = 60.0) -> Renewal:
+        """Prolong one lease, or with None only look at it."""
         return self.send(renew_leases(self.tables, [(claim, ttl_seconds)]))[claim.id]
 
     def reap(self, *, ttl_seconds: float = 60.0, max_evictions: int | None = 5, limit: int = 1000) -> Reaped:

@@ -1,4 +1,5 @@
 -- Put jobs of one kind, each under the rules of its key: new, same revision, new revision, or no revision (latest wins).
+-- Their facts are written with them.
 -- Locks: only rows that really change, in key order: two bulk calls with the same keys cannot deadlock.
 -- Index: jobs_key.
 -- Fence: none; a new revision is what fences running attempts off.
@@ -39,22 +40,30 @@ with now as materialized (
   on conflict (kind, key) do update set
     revision = excluded.revision, generation = j.generation + 1, payload = excluded.payload, version = excluded.version,
     class = case when j.state = 'pending' then least(j.class, excluded.class) else excluded.class end,
-    priority = excluded.priority, max_attempts = excluded.max_attempts, ready_at = excluded.ready_at,
+    priority = excluded.priority, max_attempts = excluded.max_attempts,
+    -- (a kind whose runs must not overlap waits for the end of the lease that is taken away; greatest ignores a null)
+    ready_at = case when %(wait)s::bool and j.revision <> excluded.revision then greatest(excluded.ready_at, j.lease_expires_at)
+                    else excluded.ready_at end,
     state = 'pending', attempts = 0, evictions = 0, last_code = null, last_error = null, cancel_requested_at = null, finished_at = null,
     -- Without revisions a running attempt keeps its lease; its finish sees the new generation and makes the row wait again.
     -- (one reading of the clock for the three: a lease that ends between two would leave a token without an expiry)
     (token, lease_expires_at, runner) = (select j.token, j.lease_expires_at, j.runner
       where j.revision = excluded.revision and j.lease_expires_at > clock_timestamp())
   where (j.revision <> excluded.revision or excluded.revision = '') and (not %(keep)s::bool or j.state <> 'pending')
-  returning j.key, j.id, j.generation, j.token, j.lease_epoch
+  returning j.key, j.id, j.generation, j.token, j.lease_epoch, j.revision
+), answered as (
+  select put.*, case when put.generation = 1 then 'created'
+                     when l.state <> 'pending' then 'requeued'
+                     when put.token is null and (l.leased or put.lease_epoch <> l.lease_epoch) then 'superseded'
+                     else 'replaced' end as status
+  from put left join looked l on l.key = put.key
+), told as (
+  insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what)
+  select now.at, a.id, a.generation, 0, %(kind)s::text, a.key, a.revision, case a.status when 'created' then 'enqueued' else a.status end
+  from answered a cross join now
+  where %(facts)s::int > 0 and %(facts)s::int >= case a.status when 'superseded' then 1 else 2 end
 )
-select put.key,
-       case when put.generation = 1 then 'created'
-            when l.state <> 'pending' then 'requeued'
-            when put.token is null and (l.leased or put.lease_epoch <> l.lease_epoch) then 'superseded'
-            else 'replaced' end as status,
-       'pending' as state, pg_current_xact_id_if_assigned()::text as transaction
-from put left join looked l on l.key = put.key
+select a.key, a.status, 'pending' as state, pg_current_xact_id_if_assigned()::text as transaction from answered a
 union all
 select l.key, case when l.unchanged then 'unchanged' else 'kept' end, l.state, null
 from looked l where l.unchanged or l.kept

@@ -12,7 +12,7 @@ with now as materialized (
   limit %(limit)s::int
 ), gone as materialized (
   select locked.* from page p cross join lateral (
-    select j.kind, j.id, (j.lease_expires_at - %(ttl)s::float8 * interval '1 second' >= (select pg_postmaster_start_time())) is true as evicted
+    select j.kind, j.id, j.runner, (j.lease_expires_at - %(ttl)s::float8 * interval '1 second' >= (select pg_postmaster_start_time())) is true as evicted
     from {jobs} j
     where j.kind = p.kind and j.id = p.id and j.lease_expires_at <= (select at from now)
     for no key update skip locked) locked
@@ -31,7 +31,13 @@ with now as materialized (
     cancel_requested_at = null
   from gone
   where j.kind = gone.kind and j.id = gone.id
-  returning j.id, j.key, j.state
+  returning j.id, j.kind, j.key, j.revision, j.generation, j.attempts, j.state, j.last_code, gone.evicted, gone.runner
+), told as (
+  insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what, code, runner)
+  select now.at, d.id, d.generation, d.attempts, d.kind, d.key, d.revision, f.what, f.code, d.runner
+  from done d cross join now cross join lateral (values ('evicted', null, d.evicted),
+    ('failed', d.last_code, d.state = 'failed'), ('cancelled', null, d.state = 'cancelled')) as f(what, code, holds)
+  where %(facts)s::int > 0 and f.holds
 )
 select (select count(*) from page), (select count(*) from done), (select count(*) from done where state = 'pending'),
        greatest(last.ready_at, '0001-01-03 00:00:00+00'), last.id

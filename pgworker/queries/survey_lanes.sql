@@ -1,4 +1,5 @@
 -- Which lanes (kind, class, priority) of these kinds have unfinished jobs, and in how many seconds the first free one is due.
+-- Says of each, too, whether its kind is paused.
 -- Locks: nothing.
 -- Index: jobs_ready; one probe a lane, then the leased rows at the lane's head.
 -- Fence: none, it only reads.
@@ -23,6 +24,8 @@ select l.kind, l.class, l.priority,
         from {jobs} j cross join now n
         where j.kind = l.kind and j.class = l.class and j.priority = l.priority and j.state = 'pending'
           and (j.token is null or j.lease_expires_at <= (select at from now))
-        order by j.kind, j.class, j.priority, j.ready_at, j.id limit 1) as due_in_seconds
+        order by j.kind, j.class, j.priority, j.ready_at, j.id limit 1) as due_in_seconds,
+       exists (select from {kinds} k where k.kind = l.kind and k.paused_at is not null
+               and (k.paused_until is null or k.paused_until > (select at from now))) as paused
 from lanes l
 order by l.kind, l.class, l.priority

@@ -13,10 +13,12 @@ _TABLE_RIGHTS = {
     "jobs": "select, insert, update, delete",
     "results": "select, insert, update, delete",
     "runners": "select, insert, update, delete",
+    "kinds": "select, insert, update, delete",
+    "facts": "select, insert",
     "job_states": "select",
     "migrations": "select",
 }
-_SEQUENCES = ("job_ids",)
+_SEQUENCES = ("job_ids", "fact_ids")
 _FUNCTIONS = ("enqueue",)
 
 # The schema is looked for first: CREATE SCHEMA IF NOT EXISTS wants the right to create one even where it exists.

@@ -12,7 +12,7 @@ import pytest
 
 from pgworker.job import Claim
 from pgworker.outcome import Success
-from pgworker.statements import finish_jobs
+from pgworker.statements import Renewal, finish_jobs, survey_lanes
 from tests.handles import FAIL, RELEASE, RETRY, Hand, age, result, row
 
 Admin: TypeAlias = psycopg.Connection[Any]
@@ -165,3 +165,42 @@ def test_a_success_without_a_value_leaves_no_older_result(hand: Hand, admin: Adm
     hand.finish(claim, None)
     assert result(admin, "k") is None
     assert row(admin, "k")["has_result"] is False
+
+
+@pytest.mark.ruling("1.19")
+def test_a_look_at_a_lease_tells_without_touching_it(hand: Hand, admin: Admin) -> None:
+    hand.enqueue("k", "r1")
+    [claim] = hand.claim()
+    before = row(admin, "k")
+    with hand.connection.transaction(), admin.transaction():
+        admin.execute("select from pgworker.jobs for update")  # a lock does not hold a look up
+        assert hand.renew(claim, None) == Renewal("done", cancel_requested=False)
+    assert row(admin, "k") == before
+    admin.execute("update pgworker.jobs set cancel_requested_at = clock_timestamp()")
+    assert hand.renew(claim, None) == Renewal("done", cancel_requested=True)
+    hand.enqueue("k", "r2")
+    assert hand.renew(claim, None) == Renewal("lost", cancel_requested=False)
+
+
+@pytest.mark.ruling("2.25")
+@pytest.mark.race(13)
+@pytest.mark.parametrize(
+    ("paused", "claims"),
+    [
+        ("clock_timestamp(), null", 0),
+        ("clock_timestamp(), clock_timestamp() + interval '1 hour'", 0),
+        ("clock_timestamp(), clock_timestamp() - interval '1 hour'", 1),
+        ("null, null", 1),
+    ],
+)
+def test_a_paused_kind_gives_no_claim_even_after_a_survey(hand: Hand, admin: Admin, paused: str, claims: int) -> None:
+    hand.enqueue("k", "r1")
+    assert [due.paused for due in hand.send(survey_lanes(hand.tables, ["work"]))] == [False]
+    admin.execute(
+        f"insert into pgworker.kinds (kind, paused_at, paused_until) values ('work', {paused}),"
+        " ('other', clock_timestamp(), null)"
+    )
+    before = row(admin, "k")
+    assert [due.paused for due in hand.send(survey_lanes(hand.tables, ["work"]))] == [claims == 0]
+    assert len(hand.claim()) == claims
+    assert (row(admin, "k") == before) == (claims == 0)

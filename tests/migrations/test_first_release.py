@@ -32,7 +32,7 @@ class OldWorker:
         text = (FIRST / f"{name}.sql").read_text(encoding="utf-8")
         lines = [line.split("--")[0] for line in text.splitlines()]
         sql = "\n".join(lines)
-        for table in ("jobs", "results", "runners"):
+        for table in ("jobs", "results", "runners", "kinds", "facts"):
             sql = sql.replace(f"{{{table}}}", TableMap().qualified(table))
         cursor = self.connection.execute(sql.encode(), parameters)
         return cursor.fetchall() if cursor.description else []
@@ -52,6 +52,8 @@ class OldWorker:
                 "payloads": [payload],
                 "version": 1,
                 "keep": False,
+                "wait": False,
+                "facts": 2,
             },
         )
         return str(rows[0][1])
@@ -74,6 +76,7 @@ class OldWorker:
                 "version": 1,
                 "after_ready": BEGINNING,
                 "after_id": -1,
+                "facts": 2,
             },
         )
 
@@ -90,10 +93,10 @@ class OldWorker:
         }
 
     def finish(self, claimed: tuple[Any, ...], value: str | None) -> str:
-        return str(self.send("finish_jobs", self.fence(claimed) | {"results": [value]})[0][1])
+        return str(self.send("finish_jobs", self.fence(claimed) | {"results": [value], "facts": 2})[0][1])
 
     def settle(self, claimed: tuple[Any, ...], state: str, code: str | None, delay: float | None) -> str:
-        decision = {"states": [state], "counts": [1], "delays": [delay], "codes": [code], "errors": [None]}
+        decision = {"states": [state], "counts": [1], "delays": [delay], "codes": [code], "errors": [None], "facts": 2}
         return str(self.send("settle_jobs", self.fence(claimed) | decision)[0][1])
 
     def renew(self, claimed: tuple[Any, ...]) -> str:
@@ -101,7 +104,7 @@ class OldWorker:
 
     def reap(self) -> tuple[Any, ...]:
         lane = {"kind": "work", "class": 0, "priority": 0}
-        bounds = {"limit": 100, "ttl": 60.0, "max_evictions": 5, "after_ready": BEGINNING, "after_id": -1}
+        bounds = {"limit": 100, "ttl": 60.0, "max_evictions": 5, "after_ready": BEGINNING, "after_id": -1, "facts": 2}
         return self.send("reap_expired", lane | bounds)[0]
 
 

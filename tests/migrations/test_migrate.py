@@ -469,7 +469,8 @@ def test_an_owner_of_the_schema_needs_no_right_on_the_database(empty: Connection
         assert migrate(empty, TABLES) == SHIPPED
         check(empty, TABLES)
         empty.execute("drop table pgworker.migrations, pgworker.jobs, pgworker.results, pgworker.runners cascade;"
-                      "drop function pgworker.enqueue; drop sequence pgworker.job_ids")  # fmt: skip
+                      "drop table pgworker.kinds, pgworker.facts; drop function pgworker.enqueue;"
+                      "drop sequence pgworker.job_ids, pgworker.fact_ids")  # fmt: skip
         empty.execute(render(TABLES, SHIPPED).encode())
         check(empty, TABLES)
 
@@ -511,6 +512,16 @@ ALLOWED: Final = (
         "insert into pgworker.runners values (clock_timestamp(), clock_timestamp(), 'r', 'mail', '1', '{}') "
         "on conflict (runner, kind) do update set seen_at = excluded.seen_at"
     ),
+    (
+        "insert into pgworker.kinds values (clock_timestamp(), null, 'mail', 'x') "
+        "on conflict (kind) do update set paused_at = null"
+    ),
+    "delete from pgworker.kinds",
+    (
+        "insert into pgworker.facts (at, job_id, generation, attempts, kind, key, revision, what) "
+        "values (clock_timestamp(), 1, 1, 0, 'mail', 'a', '', 'claimed')"
+    ),
+    "select * from pgworker.facts",
     "select * from pgworker.job_states",
     "select * from pgworker.migrations",
     "select * from pgworker.jobs for update",
@@ -519,6 +530,7 @@ ALLOWED: Final = (
     "delete from pgworker.runners",
 )
 FORBIDDEN: Final = (
+    "update pgworker.facts set what = 'failed'",
     "truncate pgworker.jobs",
     "drop table pgworker.jobs",
     "drop view pgworker.job_states",

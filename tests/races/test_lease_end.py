@@ -24,10 +24,10 @@ def test_a_payload_without_revision_that_comes_as_the_lease_ends_keeps_all_of_it
     admin.execute(_CLOCK)
     hand.enqueue("k")
     (claim,) = hand.claim(ttl_seconds=1800)
-    render = statements._render
+    render = statements.render
     text = render("insert_jobs", TableMap()).replace(b"clock_timestamp()", b"public.jumping_clock()")
     monkeypatch.setattr(
-        statements, "_render", lambda name, tables: text if name == "insert_jobs" else render(name, tables)
+        statements, "render", lambda name, tables: text if name == "insert_jobs" else render(name, tables)
     )
     admin.execute("select setval('public.readings', %s)", [begins + 1])
     hand.enqueue("k", payload=2)

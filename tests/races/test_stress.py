@@ -95,7 +95,7 @@ QUICK = {
 )
 def test_the_audit_finds_a_broken_statement(stress: Stress, monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     name, part, instead, rule = BREAKS[broken]
-    render = statements._render
+    render = statements.render
 
     def broken_render(asked: str, tables: TableMap) -> bytes:
         text = render(asked, tables)
@@ -104,7 +104,7 @@ def test_the_audit_finds_a_broken_statement(stress: Stress, monkeypatch: pytest.
         assert part.encode() in text
         return text.replace(part.encode(), instead.encode())
 
-    monkeypatch.setattr(statements, "_render", broken_render)
+    monkeypatch.setattr(statements, "render", broken_render)
     for _ in range(15):
         stress.run(1)
         found = stress.audit()

@@ -1,9 +1,13 @@
 -- Take ready jobs of one lane, oldest first, with a fresh token and a lease. An expired lease is taken over here, too.
+-- A paused kind gives none.
 -- Locks: the picked rows, skipping locked ones; never waits.
 -- Index: jobs_ready, from the cursor on.
 -- Fence: sets it.
 with now as materialized (                                   -- (select at from now) can be an index condition, a bare clock_timestamp() cannot
   select clock_timestamp() as at
+), paused as materialized (
+  select exists (select from {kinds} k where k.kind = %(kind)s::text and k.paused_at is not null
+                 and (k.paused_until is null or k.paused_until > (select at from now))) as yes
 ), pick as materialized (                                    -- materialized: as a subselect it may run twice and exceed the limit
   select j.kind, j.id,
          -- No worker could renew while the server was down: that is not an eviction.
@@ -15,22 +19,31 @@ with now as materialized (                                   -- (select at from 
          -- at its limit it belongs to the reaper, which alone ends it
          and (%(max_evictions)s::int is null or j.evictions + 1 < %(max_evictions)s::int)))
     and j.cancel_requested_at is null
+    and not (select yes from paused)
     and j.version <= %(version)s::smallint                   -- work of a newer release waits for a newer worker
   order by j.kind, j.class, j.priority, j.ready_at, j.id
   limit %(limit)s::int
   for no key update skip locked
+), taken as (
+  update {jobs} j set
+    token = %(token)s::uuid, runner = %(runner)s::text, lease_epoch = j.lease_epoch + 1,
+    lease_expires_at = clock_timestamp() + %(ttl)s::float8 * interval '1 second',
+    evictions = j.evictions + pick.evicted::int
+  from pick
+  -- By (kind, id): a ctid may be stale, and is not unique over partitions. The kind comes from the row, not from the
+  -- parameter: with a constant, a plan made on the empty table scans the kind and compares ids (5 s for 100 of 150,000).
+  where j.kind = pick.kind and j.id = pick.id
+  returning j.kind, j.id, j.key, j.revision, j.generation, j.token, j.attempts, j.max_attempts, j.evictions, j.lease_epoch,
+            j.priority, j.class, j.ready_at, j.payload, j.runner, pick.evicted
+), told as (
+  insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what, runner)
+  select now.at, t.id, t.generation, t.attempts, t.kind, t.key, t.revision, f.what, t.runner
+  from taken t cross join now cross join lateral (values ('evicted', t.evicted, 1), ('claimed', true, 2)) as f(what, holds, level)
+  where %(facts)s::int > 0 and f.holds and %(facts)s::int >= f.level
 )
-update {jobs} j set
-  token = %(token)s::uuid, runner = %(runner)s::text, lease_epoch = j.lease_epoch + 1,
-  lease_expires_at = clock_timestamp() + %(ttl)s::float8 * interval '1 second',
-  evictions = j.evictions + pick.evicted::int
-from pick
--- By (kind, id): a ctid may be stale, and is not unique over partitions. The kind comes from the row, not from the
--- parameter: with a constant, a plan made on the empty table scans the kind and compares ids (5 s for 100 of 150,000).
-where j.kind = pick.kind and j.id = pick.id
-returning j.kind, j.id, j.key, j.revision, j.generation, j.token, j.attempts, j.max_attempts, j.evictions, j.lease_epoch,
-          j.priority, j.class,
-          -- An instant before the year 1, in whatever time zone, is none that the driver can read, nor can it be infinite:
-          -- the answer would be lost, and the leases with it.
-          greatest(j.ready_at, '0001-01-03 00:00:00+00'),
-          extract(epoch from (select at from now) - greatest(j.ready_at, '0001-01-03 00:00:00+00'))::float8, j.payload::text
+select t.kind, t.id, t.key, t.revision, t.generation, t.token, t.attempts, t.max_attempts, t.evictions, t.lease_epoch, t.priority, t.class,
+       -- An instant before the year 1, in whatever time zone, is none that the driver can read, nor can it be infinite:
+       -- the answer would be lost, and the leases with it.
+       greatest(t.ready_at, '0001-01-03 00:00:00+00'),
+       extract(epoch from (select at from now) - greatest(t.ready_at, '0001-01-03 00:00:00+00'))::float8, t.payload::text
+from taken t

@@ -1,4 +1,4 @@
--- Succeed jobs of one kind, their results with them; one verdict a row.
+-- Succeed jobs of one kind, their results and facts with them; one verdict a row.
 -- Locks: rows that are still ours, in id order, skipping locked ones (verdict busy); never waits.
 -- Index: primary key, one probe a row whatever the statistics say (lateral; the kind comes from the input, no term on state).
 -- Fence: id, key, revision, token (a token implies pending), and the expiry, compared after the last lock was taken.
@@ -12,7 +12,7 @@ with input as materialized (
     where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token) j
 ), held as materialized (
   select locked.* from (select * from input order by kind, id) i cross join lateral (
-    select j.kind, j.id, j.lease_expires_at, j.has_result, j.generation = i.generation as current, i.result
+    select j.kind, j.id, j.lease_expires_at, j.has_result, j.runner, j.generation = i.generation as current, i.result
     from {jobs} j
     where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token
     for no key update skip locked) locked
@@ -31,7 +31,8 @@ with input as materialized (
     last_error = case when good.current then null else j.last_error end
   from good
   where j.kind = good.kind and j.id = good.id
-  returning j.id, j.kind, j.key, j.revision, j.state, good.current, good.result, good.has_result as had_result, good.at
+  returning j.id, j.kind, j.key, j.revision, j.generation, j.attempts, j.state, good.current, good.result,
+            good.has_result as had_result, good.runner, good.at
 ), kept as (
   insert into {results} as r (kind, key, revision, value, finished_at)
   select d.kind, d.key, d.revision, d.result::jsonb, d.at from done d
@@ -41,6 +42,11 @@ with input as materialized (
 ), dropped as (                                              -- a success without a value leaves no older one behind
   delete from {results} r using done d
   where d.current and d.result is null and d.had_result and r.kind = d.kind and r.key = d.key
+), told as (
+  insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what, runner)
+  select d.at, d.id, d.generation, d.attempts, d.kind, d.key, d.revision, case d.state when 'pending' then 'superseded' else d.state end, d.runner
+  from done d
+  where %(facts)s::int > 0 and %(facts)s::int >= case d.state when 'succeeded' then 2 else 1 end
 )
 select i.id, case when d.id is not null then 'done' when h.id is not null then 'expired' when s.id is not null then 'busy' else 'lost' end as verdict,
        d.state

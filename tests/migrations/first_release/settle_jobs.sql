@@ -1,4 +1,4 @@
--- Retry, park, release, fail or cancel jobs of one kind: the decision comes as columns; one verdict a row.
+-- Retry, park, release, fail or cancel jobs of one kind: the decision comes as columns; facts with it; one verdict a row.
 -- Locks, Index and Fence as in finish_jobs.
 with input as materialized (
   select %(kind)s::text as kind, i.*
@@ -11,14 +11,14 @@ with input as materialized (
     where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token) j
 ), held as materialized (
   select locked.* from (select * from input order by kind, id) i cross join lateral (
-    select j.kind, j.id, j.lease_expires_at, j.generation = i.generation as current, i.state, i.counts, i.delay, i.code, i.error
+    select j.kind, j.id, j.lease_expires_at, j.runner, j.generation = i.generation as current, i.state, i.counts, i.delay, i.code, i.error
     from {jobs} j
     where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token
     for no key update skip locked) locked
 ), now as materialized (
   select clock_timestamp() as at from (select count(*) from held) as every_lock_held
 ), decided as materialized (                                 -- a payload that came meanwhile is new work: it waits, whatever became of the old
-  select held.kind, held.id, held.current, held.counts, now.at,
+  select held.kind, held.id, held.current, held.runner, held.counts, now.at,
          case when held.current then held.state else 'pending' end as state,
          case when held.current then held.delay end as delay,
          case when held.current then held.code end as code, held.error
@@ -36,7 +36,15 @@ with input as materialized (
     token = null, lease_expires_at = null, runner = null, cancel_requested_at = null
   from decided
   where j.kind = decided.kind and j.id = decided.id
-  returning j.id, j.state
+  returning j.id, j.kind, j.key, j.revision, j.generation, j.attempts, j.state, decided.current, decided.counts, decided.code,
+            decided.runner, decided.at
+), told as (
+  insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what, code, runner)
+  select d.at, d.id, d.generation, d.attempts, d.kind, d.key, d.revision, f.what, d.code, d.runner
+  from done d cross join lateral (
+    select case when d.state <> 'pending' then d.state when not d.current then 'superseded' when d.counts > 0 then 'retried'
+                when d.code is not null then 'parked' else 'released' end as what) f
+  where %(facts)s::int > 0 and %(facts)s::int >= case f.what when 'released' then 2 else 1 end
 )
 select i.id, case when d.id is not null then 'done' when h.id is not null then 'expired' when s.id is not null then 'busy' else 'lost' end as verdict,
        d.state

@@ -1,0 +1,217 @@
+"""The journal: what each statement tells of a job, at each level, in the transaction of the change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
+
+import psycopg
+import pytest
+
+from pgworker import NewJob
+from pgworker.client import put_jobs
+from pgworker.job import Claim
+from pgworker.outcome import Settlement, Success
+from pgworker.statements import BEGINNING, FACTS, Lane, finish_jobs, reap_expired, settle_jobs
+from tests.handles import Hand, untyped
+
+Admin: TypeAlias = psycopg.Connection[Any]
+
+FAIL = Settlement("failed", "broken", counts=True)
+RETRY = Settlement("pending", "broken", counts=True, delay_seconds=0.0)
+PARK = Settlement("pending", "later", delay_seconds=0.0)
+RELEASE = Settlement("pending", None)
+CANCEL = Settlement("cancelled", "unwanted")
+
+
+class Fact(NamedTuple):
+    what: str
+    code: str | None
+    runner: str | None
+    generation: int
+    attempts: int
+
+
+def facts(admin: Admin, key: str = "k") -> list[Fact]:
+    found = admin.execute(
+        "select what, code, runner, generation, attempts from pgworker.facts where key = %s order by id", [key]
+    ).fetchall()
+    return [Fact(*each) for each in found]
+
+
+def told(admin: Admin, key: str = "k") -> list[str]:
+    return [fact.what for fact in facts(admin, key)]
+
+
+class Journalist:
+    """Sends statements at one level."""
+
+    def __init__(self, hand: Hand, level: int) -> None:
+        self.hand = hand
+        self.level = level
+
+    def enqueue(self, revision: str, *, wait: bool = False) -> str:
+        job = NewJob(None, "k", revision)
+        kind = untyped(self.hand.kind)
+        flow = put_jobs(self.hand.tables, kind, [job], if_pending="replace")
+        statement = next(flow)
+        parameters = {**statement.parameters, "facts": self.level, "wait": wait}
+        object.__setattr__(statement, "parameters", parameters)
+        return str(self.hand.send(statement)["k"].status)
+
+    def claim(self, ttl_seconds: float = 60.0) -> Claim:
+        [claim] = self.hand.claim(ttl_seconds=ttl_seconds, facts=self.level)
+        return claim
+
+    def finish(self, claim: Claim) -> str:
+        statement = finish_jobs(self.hand.tables, self.hand.kind, [(claim, Success(None))], facts=self.level)
+        return self.hand.send(statement)[claim.id].verdict
+
+    def settle(self, claim: Claim, settlement: Settlement) -> str:
+        statement = settle_jobs(self.hand.tables, self.hand.kind, [(claim, settlement)], facts=self.level)
+        return self.hand.send(statement)[claim.id].verdict
+
+    def reap(self, max_evictions: int = 5) -> None:
+        self.hand.send(
+            reap_expired(
+                self.hand.tables, Lane(self.hand.kind, 0, 0), limit=10, ttl_seconds=0.05, max_evictions=max_evictions,
+                after=BEGINNING, facts=self.level,
+            )
+        )  # fmt: skip
+
+
+@pytest.fixture
+def everything(hand: Hand) -> Journalist:
+    return Journalist(hand, FACTS["all"])
+
+
+def test_a_job_that_goes_well_tells_three_facts(everything: Journalist, admin: Admin) -> None:
+    everything.enqueue("r1")
+    claim = everything.claim()
+    assert everything.finish(claim) == "done"
+    assert facts(admin) == [
+        Fact("enqueued", None, None, 1, 0),
+        Fact("claimed", None, "by hand", 1, 0),
+        Fact("succeeded", None, "by hand", 1, 0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("settlement", "fact"),
+    [
+        (FAIL, Fact("failed", "broken", "by hand", 1, 1)),
+        (RETRY, Fact("retried", "broken", "by hand", 1, 1)),
+        (PARK, Fact("parked", "later", "by hand", 1, 0)),
+        (RELEASE, Fact("released", None, "by hand", 1, 0)),
+        (CANCEL, Fact("cancelled", "unwanted", "by hand", 1, 0)),
+    ],
+    ids=lambda each: each.what if isinstance(each, Fact) else "",
+)
+def test_each_other_end_tells_its_own(everything: Journalist, admin: Admin, settlement: Settlement, fact: Fact) -> None:
+    everything.enqueue("r1")
+    assert everything.settle(everything.claim(), settlement) == "done"
+    assert facts(admin)[-1] == fact
+
+
+def test_new_work_tells_whom_it_found(everything: Journalist, admin: Admin) -> None:
+    everything.enqueue("r1")
+    everything.enqueue("r2")
+    everything.claim()
+    everything.enqueue("r3")
+    everything.finish(everything.claim())
+    everything.enqueue("r4")
+    everything.enqueue("r4")
+    assert told(admin) == ["enqueued", "replaced", "claimed", "superseded", "claimed", "succeeded", "requeued"]
+
+
+def test_a_lost_worker_is_told_by_whoever_finds_it(everything: Journalist, admin: Admin) -> None:
+    everything.enqueue("r1")
+    everything.claim(ttl_seconds=0.05)
+    admin.execute("select pg_sleep(0.1)")
+    everything.claim(ttl_seconds=0.05)
+    admin.execute("select pg_sleep(0.1)")
+    everything.reap()
+    everything.claim(ttl_seconds=0.05)
+    admin.execute("select pg_sleep(0.1)")
+    everything.reap(max_evictions=3)
+    assert told(admin) == ["enqueued", "claimed", "evicted", "claimed", "evicted", "claimed", "evicted", "failed"]
+    assert facts(admin)[-1].code == "evicted_too_often"
+
+
+def test_what_is_not_written_is_not_told(everything: Journalist, admin: Admin) -> None:
+    everything.enqueue("r1")
+    claim = everything.claim()
+    everything.enqueue("r2")
+    before = facts(admin)
+    assert everything.finish(claim) == "lost"
+    assert everything.settle(claim, FAIL) == "lost"
+    assert facts(admin) == before
+
+
+def test_a_fact_and_its_change_commit_together(everything: Journalist, admin: Admin) -> None:
+    everything.enqueue("r1")
+    claim = everything.claim()
+    before = facts(admin)
+    with everything.hand.connection.transaction(force_rollback=True):
+        everything.finish(claim)
+    assert facts(admin) == before
+
+
+def _well(journalist: Journalist) -> None:
+    journalist.enqueue("r1")
+    journalist.enqueue("r2")
+    journalist.settle(journalist.claim(), RELEASE)
+    journalist.finish(journalist.claim())
+    journalist.enqueue("r3")
+
+
+def _badly(journalist: Journalist) -> None:
+    journalist.settle(journalist.claim(), RETRY)
+    journalist.settle(journalist.claim(), PARK)
+    journalist.claim()
+    journalist.enqueue("r4")
+    journalist.settle(journalist.claim(), FAIL)
+
+
+@pytest.mark.parametrize(
+    ("level", "well", "badly"),
+    [
+        ("none", [], []),
+        ("exceptional", [], ["retried", "parked", "superseded", "failed"]),
+        (
+            "all",
+            ["enqueued", "replaced", "claimed", "released", "claimed", "succeeded", "requeued"],
+            ["claimed", "retried", "claimed", "parked", "claimed", "superseded", "claimed", "failed"],
+        ),
+    ],
+)
+def test_a_level_keeps_what_it_says(hand: Hand, admin: Admin, level: Any, well: list[str], badly: list[str]) -> None:
+    journalist = Journalist(hand, FACTS[level])
+    steps: list[tuple[Callable[[Journalist], None], list[str]]] = [(_well, well), (_badly, well + badly)]
+    for step, expected in steps:
+        step(journalist)
+        assert told(admin) == expected
+
+
+@pytest.mark.ruling("2.3")
+def test_a_kind_may_wait_for_the_lease_that_it_took_away(everything: Journalist, hand: Hand, admin: Admin) -> None:
+    everything.enqueue("r1")
+    everything.claim(ttl_seconds=60.0)
+    ends = admin.execute("select lease_expires_at from pgworker.jobs").fetchone()
+    assert everything.enqueue("r2", wait=True) == "superseded"
+    assert admin.execute("select ready_at from pgworker.jobs").fetchone() == ends
+    assert hand.claim() == []
+
+
+@pytest.mark.ruling("2.3")
+def test_work_that_nobody_runs_does_not_wait(everything: Journalist, hand: Hand) -> None:
+    everything.enqueue("r1")
+    everything.enqueue("r2", wait=True)
+    assert [claim.revision for claim in hand.claim()] == ["r2"]
+
+
+def test_the_sql_function_tells_that_it_superseded(everything: Journalist, admin: Admin, hand: Hand) -> None:
+    everything.enqueue("r1")
+    everything.claim()
+    hand.connection.execute("select pgworker.enqueue('work', key => 'k', revision => 'r2')")
+    assert told(admin) == ["enqueued", "claimed", "superseded"]
