@@ -1,18 +1,25 @@
-"""Async tests run without a mark, and a test that leaves a thread running has failed."""
+"""Async tests run without a mark; a test that leaves a thread running or a connection open has failed."""
 
 from __future__ import annotations
 
 import threading
 import time
-from inspect import iscoroutinefunction
-from typing import TYPE_CHECKING, Final
+import weakref
+from inspect import currentframe, iscoroutinefunction
+from typing import TYPE_CHECKING, Any, Final
 
+import psycopg
 import pytest
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
+    from types import FrameType
 
 _GRACE_SECONDS: Final = 2.0  # for a thread that has been told to end and is at it
+_STACK_DEPTH: Final = 12
+
+made: weakref.WeakKeyDictionary[psycopg.BaseConnection[Any], str] = weakref.WeakKeyDictionary()
+"""Every connection of this process that is still referred to, and where it was made."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before anyio's own hook, which looks for the mark
@@ -41,3 +48,35 @@ def _no_leaked_threads() -> Iterator[None]:
     alive = [thread.name for thread in leaked if thread.is_alive()]
     if alive:
         pytest.fail(f"threads left running: {', '.join(alive)}")
+
+
+def _note_where_made(init: Callable[..., None]) -> Callable[..., None]:
+    def noting(self: psycopg.BaseConnection[Any], *arguments: object) -> None:
+        init(self, *arguments)
+        caller = currentframe()
+        made[self] = _stack(caller.f_back if caller else None)
+
+    return noting
+
+
+def _stack(frame: FrameType | None) -> str:
+    """The callers, outermost last, but for what is installed."""
+    lines: list[str] = []
+    while frame is not None and len(lines) < _STACK_DEPTH:
+        if "site-packages" not in frame.f_code.co_filename:
+            lines.append(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        frame = frame.f_back
+    return "\n  ".join(lines)
+
+
+psycopg.BaseConnection.__init__ = _note_where_made(psycopg.BaseConnection.__init__)  # type: ignore[method-assign]
+
+
+@pytest.fixture(autouse=True)
+def _no_leaked_connections() -> Iterator[None]:
+    """Those of pools are left out: a pool closes them, or says that it cannot."""
+    before = set(made)
+    yield
+    open_ = [each for each in list(made) if each not in before and not each.closed and not hasattr(each, "_pool")]
+    if open_:
+        pytest.fail("connections left open, made at:\n  " + "\n".join(made[each] for each in open_))

@@ -15,6 +15,15 @@ if TYPE_CHECKING:
 RELEASE = threading.Event()
 
 
+class Connection:
+    """As open as it says."""
+
+    closed = False
+
+
+KEPT = Connection()
+
+
 @pytest.fixture
 def inner(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.Pytester]:
     monkeypatch.setattr(hygiene, "_GRACE_SECONDS", 0.05)
@@ -77,3 +86,19 @@ def test_async_tests_need_no_mark(inner: pytest.Pytester) -> None:
         """
     )
     inner.runpytest("-p", "anyio.pytest_plugin").assert_outcomes(passed=3)
+
+
+def test_a_connection_that_stays_open_fails_its_test_and_says_where_it_was_made(inner: pytest.Pytester) -> None:
+    inner.makepyfile(
+        """
+        from tests.plugins import hygiene
+        from tests.unit.test_hygiene import KEPT
+
+        def test_leaks():
+            hygiene.made[KEPT] = "somewhere.py:7"
+        """
+    )
+    result = inner.runpytest()
+    hygiene.made.clear()
+    result.assert_outcomes(passed=1, errors=1)
+    result.stdout.re_match_lines([r".*connections left open, made at:.*", r".*somewhere\.py:7"])
