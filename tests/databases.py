@@ -14,6 +14,7 @@ from psycopg.rows import TupleRow
 from pgworker.schema import migrate
 from pgworker.tablemap import TableMap
 from tests import hostile
+from tests.plugins.hygiene import let_stay
 
 if TYPE_CHECKING:
     from collections.abc import Generator
@@ -138,6 +139,7 @@ class WorkerDatabase:
     def _open(self) -> Connection:
         connection = connect(self.admin_dsn)
         connection.execute("set search_path = pg_catalog; set lock_timeout = '1s'")
+        let_stay(connection)
         return connection
 
     def _look(self) -> TupleRow | None:

@@ -11,6 +11,8 @@ import psycopg
 import pytest
 from psycopg import errors
 
+from tests.plugins.hygiene import let_stay
+
 if TYPE_CHECKING:
     from pgworker import App
     from pgworker.tablemap import TableMap
@@ -57,6 +59,7 @@ def test_a_lock_left_behind_does_not_stop_the_next_test(
 ) -> None:
     put(admin, tables, "mail", which)
     left = psycopg.connect(dsn)
+    let_stay(left)
     left.execute(f"select from {tables.qualified('jobs')} for update".encode())
     request.session.config.add_cleanup(left.close)
 

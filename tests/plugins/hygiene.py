@@ -50,6 +50,11 @@ def _no_leaked_threads() -> Iterator[None]:
         pytest.fail(f"threads left running: {', '.join(alive)}")
 
 
+def let_stay(connection: psycopg.BaseConnection[Any]) -> None:
+    """This connection outlives the test that made it, and is meant to."""
+    made.pop(connection, None)
+
+
 def _note_where_made(init: Callable[..., None]) -> Callable[..., None]:
     def noting(self: psycopg.BaseConnection[Any], *arguments: object) -> None:
         init(self, *arguments)
