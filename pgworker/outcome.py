@@ -21,10 +21,13 @@ HANDLER_RESULT_COUNT = "handler_result_count"
 PAYLOAD_INVALID = "payload_invalid"
 RESULT_REJECTED = "result_rejected"
 EVICTED_TOO_OFTEN = "evicted_too_often"
+NOT_ELIGIBLE = "not_eligible"
 QUEUE_CLAIM_FAILED = "queue_claim_failed"
 QUEUE_COMPLETE_FAILED = "queue_complete_failed"
 QUEUE_RETRY_FAILED = "queue_retry_failed"
 QUEUE_RELEASE_FAILED = "queue_release_failed"
+QUEUE_PAUSE_FAILED = "queue_pause_failed"
+QUEUE_WRITE_REFUSED = "queue_write_refused"
 QUEUE_INVALID_CLAIM = "queue_invalid_claim"
 QUEUE_BATCH_LIMIT_EXCEEDED = "queue_batch_limit_exceeded"
 
@@ -91,10 +94,14 @@ class Park:
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """What the kind depends on is down: the job waits, and this runner claims nothing for as long."""
+    """What the kind depends on is down: the job waits, and this runner claims nothing for as long.
+
+    `shared` pauses the kind for every worker, through the database, until the time is up or somebody resumes it.
+    """
 
     for_: timedelta | float
     code: str = "paused"
+    shared: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "code", _checked(self.code, "paused"))
@@ -163,7 +170,7 @@ class Success:
 class Settlement:
     """The job did not succeed (yet): its new state, the wait until it is ready again, and whether an attempt counts.
 
-    `delay_seconds` None leaves ready_at as it is. `pause_seconds` is for the runner, not for the row.
+    `delay_seconds` None leaves ready_at as it is. The pause is for the runner, or for all of the kind, not for the row.
     """
 
     state: Literal["pending", "failed", "cancelled"]
@@ -172,6 +179,7 @@ class Settlement:
     delay_seconds: float | None = None
     pause_seconds: float | None = None
     error_class: str | None = None
+    pause_shared: bool = False
 
 
 Decision: TypeAlias = Success | Settlement
@@ -201,9 +209,9 @@ def decide(result: Result, rules: Rules, *, chance: float) -> Decision:
             return Settlement("failed", code, counts=True)
         case Park(code, delay):
             return Settlement("pending", code, delay_seconds=_wait("delay", delay).total_seconds())
-        case Pause(for_, code):
+        case Pause(for_, code, shared):
             seconds = _wait("for_", for_).total_seconds()
-            return Settlement("pending", code, delay_seconds=seconds, pause_seconds=seconds)
+            return Settlement("pending", code, delay_seconds=seconds, pause_seconds=seconds, pause_shared=shared)
         case Cancel(reason):
             return Settlement("cancelled", reason)
         case Released():
