@@ -108,7 +108,7 @@ class Indexer:
             self._on_report(self._report([], interrupted=True))
 
     async def _first_round(self) -> None:
-        async with await self._store.connect(self._app.settings.dsn) as conn:
+        async with self._store.connection(self._app.settings.dsn) as conn:
             self._seen = {from_text(path): None for path in await self._store.paths(conn)}
             listing = await self._list()
             await self._forget(conn, await self._store.failed_for_now(conn, LASTING), documents=False)
@@ -131,7 +131,7 @@ class Indexer:
         """Nothing at all is done, and no connection made, unless a file seems to have changed."""
         listing = await self._list()
         if self._suspects(listing) or self._gone(listing):
-            async with await self._store.connect(self._app.settings.dsn) as conn:
+            async with self._store.connection(self._app.settings.dsn) as conn:
                 await self._bring_up_to_date(conn, listing)
 
     async def _list(self) -> Listing:

@@ -6,7 +6,8 @@ Locks go in one order everywhere: the folder's row (whoever writes it anew), doc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from typing import Final, LiteralString, NamedTuple, cast
 
 import anyio
@@ -128,17 +129,22 @@ class Store:
         self._folder = folder
         self._names = {name: sql.Identifier(tables.schema, name) for name in ("jobs", "results")}
 
-    async def connect(self, dsn: str) -> AsyncConnection:
-        """A connection to be closed by the caller; transactions on it are READ COMMITTED whatever the default is.
+    @asynccontextmanager
+    async def connection(self, dsn: str) -> AsyncGenerator[AsyncConnection, None]:
+        """A connection while the block lasts; transactions on it are READ COMMITTED whatever the default is.
 
-        Cancelling waits for it, five seconds at most: half-made ones would hang about.
+        Cancelling waits for one that is being made, five seconds at most: half-made ones would hang about.
         """
         connection: AsyncConnection | None = None
         with anyio.CancelScope(shield=True):
             connection = await psycopg.AsyncConnection.connect(conninfo(dsn, "demo"), autocommit=True)
         assert connection is not None  # noqa: S101 - a shield swallows nothing
-        await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
-        return connection
+        try:
+            await connection.set_isolation_level(IsolationLevel.READ_COMMITTED)
+            yield connection
+        finally:
+            # The driver's own block rolls back first, and leaves the connection open when that is cancelled.
+            await connection.close()
 
     def key(self, path: str) -> str:
         """The key of a path's document and job."""

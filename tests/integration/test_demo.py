@@ -31,7 +31,7 @@ from pgworker.cli.errors import Code
 from pgworker.demo import Failures, Found, Indexer, Report, jobs, run, search
 from pgworker.demo.files import LARGEST, UNREADABLE, Refused, content_revision, read_file
 from pgworker.demo.jobs import SourceFile, make_app
-from pgworker.demo.store import key_of, store_words
+from pgworker.demo.store import Store, key_of, store_words
 from pgworker.demo.text import Indexed
 from pgworker.errors import ConfigError, SchemaError, SchemaMissing
 from pgworker.schema import grants, migrate
@@ -547,6 +547,27 @@ async def test_a_stop_gives_the_jobs_back_and_the_next_run_goes_on(
     monkeypatch.undo()
     report = await index(dsn, folder)
     assert (report.done, report.unchanged, report.picked_up) == (3, 0, 0)
+
+
+async def test_a_stop_closes_the_connection_even_if_the_drivers_rollback_is_cut_short(
+    dsn: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    indexer = Indexer(dsn, folder, on_report=lambda _: None)
+    made: list[psycopg.AsyncConnection[Any]] = []
+
+    async def stop_here(store: Store, conn: psycopg.AsyncConnection[Any], lasting: object) -> list[str]:
+        made.append(conn)
+        indexer.stop()
+        await anyio.sleep_forever()
+        return []
+
+    async def cut_short(conn: psycopg.AsyncConnection[Any]) -> None:  # as a busy loop makes it, now and then
+        await checkpoint()
+
+    monkeypatch.setattr(Store, "failed_for_now", stop_here)
+    monkeypatch.setattr(psycopg.AsyncConnection, "rollback", cut_short)
+    await indexer.run()
+    assert [conn.closed for conn in made] == [True]
 
 
 async def test_a_stop_before_the_start_ends_it_at_once(dsn: str, folder: Path) -> None:

@@ -84,4 +84,4 @@ def _no_leaked_connections() -> Iterator[None]:
     yield
     open_ = [each for each in list(made) if each not in before and not each.closed and not hasattr(each, "_pool")]
     if open_:
-        pytest.fail("connections left open, made at:\n  " + "\n".join(made[each] for each in open_))
+        pytest.fail("connections left open, made at:\n  " + "\n".join(f"{each!r}\n  {made[each]}" for each in open_))
