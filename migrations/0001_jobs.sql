@@ -10,6 +10,7 @@ create table {schema}.jobs (
     id                  bigint      not null default pg_catalog.nextval('{schema}.job_ids'),
     ready_at            timestamptz not null default pg_catalog.clock_timestamp(),
     lease_expires_at    timestamptz,
+    lease_seconds       double precision,                        -- for which the last claim asked
     lease_epoch         bigint      not null default 0,          -- rises with each claim, never otherwise
     created_at          timestamptz not null default pg_catalog.clock_timestamp(),
     finished_at         timestamptz,
@@ -22,7 +23,7 @@ create table {schema}.jobs (
     version             smallint    not null default 1,          -- of the payload's shape
     class               smallint    not null default 0,          -- 0 fresh, 1 catch_up
     priority            smallint    not null default 0,          -- smaller runs first
-    has_result          boolean     not null default false,      -- a row in results exists
+    has_result          boolean     not null default false,      -- it ended with a value, kept in results for the kind's time
     state               text        not null default 'pending',
     -- Collation "C": keys and revisions are compared byte by byte, and no update of the C library can damage an index.
     kind                text collate "C" not null,
@@ -50,7 +51,7 @@ with (fillfactor = 50);
 create index jobs_ready on {schema}.jobs (kind, class, priority, ready_at, id) where state = 'pending';
 
 -- What has ended, oldest first: retention, and the lists and counts of failed jobs.
-create index jobs_ended on {schema}.jobs (kind, state, finished_at) where state <> 'pending';
+create index jobs_ended on {schema}.jobs (kind, state, finished_at, id) where state <> 'pending';
 
 create table {schema}.results (
     finished_at timestamptz not null,
@@ -201,6 +202,9 @@ begin
             end if;
             if enqueue.wake and put.ready_at <= clock_timestamp() then
                 perform pg_notify({channel}, 'r:' || want.kind);
+            end if;
+            if enqueue.wake and status = 'superseded' then
+                perform pg_notify({channel}, 'c:' || want.kind);
             end if;
             return;
         end if;

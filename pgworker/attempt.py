@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import anyio
 
+from pgworker.applier import Applier
 from pgworker.errors import PayloadError
 from pgworker.events import Event, JobLost
 from pgworker.executors.guest import Contained, is_stopping
@@ -20,6 +21,8 @@ from pgworker.kind import Kind
 from pgworker.leases import Held, LeaseKeeper
 from pgworker.middleware import Next
 from pgworker.outcome import (
+    HANDLER_FAILED,
+    HANDLER_PANIC,
     HANDLER_RESULT_COUNT,
     HANDLER_TIMEOUT,
     PAYLOAD_INVALID,
@@ -35,6 +38,10 @@ from pgworker.outcome import (
     decide,
     is_result,
 )
+from pgworker.pauses import Pauses
+from pgworker.queue import Renewals
+
+_OF_THE_WHOLE_CALL = (HANDLER_FAILED, HANDLER_PANIC, HANDLER_RESULT_COUNT, HANDLER_TIMEOUT)
 
 
 @dataclass(slots=True, eq=False)
@@ -42,10 +49,22 @@ class _Item:
     """One job of the call."""
 
     claim: Claim
-    held: Held
-    signal: Signal
     job: Job[object]
+    stopped: Cause | None = None
+    """What the lease keeper said, from a thread of its own."""
     result: Result | None = None
+
+    def stop(self, cause: Cause) -> None:
+        """Tell the handler, and remember it for a later call of the same job."""
+        self.stopped = cause
+        self.job.signal.set(cause)
+
+    def begin_anew(self) -> None:
+        """Forget the result, and that a deadline passed."""
+        self.result = None
+        object.__setattr__(self.job, "signal", Signal())
+        if self.stopped is not None:  # looked at after the exchange: a stop that came before it set the old signal
+            self.job.signal.set(self.stopped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +74,10 @@ class Tools:
     kind: Kind
     call: Next
     leases: LeaseKeeper
+    renewals: Renewals
     finisher: Finisher
+    applier: Applier
+    pauses: Pauses
     tell: Callable[[Event], None]
 
 
@@ -65,18 +87,18 @@ class Attempt:
     def __init__(self, tools: Tools, claims: Sequence[Claim], *, sent_at: float) -> None:
         self._tools = tools
         self._loop = asyncio.get_running_loop()
-        self._scope = anyio.CancelScope()
+        self._scope: anyio.CancelScope | None = None
         self._releasing = False
-        self._items = [self._hold(claim, sent_at) for claim in claims]
-        self.pause_seconds = 0.0
-        """How long the runner should claim nothing, if the handler said so."""
+        self._items = [_Item(claim, _job(claim)) for claim in claims]
+        self._called: Sequence[_Item] = ()
+        self._held = {item: self._hold(item, sent_at) for item in self._items}
 
     def release(self) -> None:
         """Cut the call short and give its jobs back; what has been written already stays."""
         self._releasing = True
         for item in self._items:
-            item.signal.set("release")
-        self._scope.cancel()
+            item.job.signal.set("release")
+        self._cancel()
 
     async def run(self) -> None:
         """Run the call to its end, which is a verdict on each job. Never raises for anything that the handler does."""
@@ -85,35 +107,24 @@ class Attempt:
             await self._call()
             await self._finish(time.monotonic() - started)
         finally:
-            for item in self._items:
-                self._tools.leases.drop(item.held)
+            for held in self._held.values():
+                self._tools.leases.drop(held)
 
-    def _hold(self, claim: Claim, sent_at: float) -> _Item:
-        signal = Signal()
-
+    def _hold(self, item: _Item, sent_at: float) -> Held:
         def stop(cause: Cause) -> None:  # called from the lease keeper's threads
-            signal.set(cause)
+            item.stop(cause)
             self._loop.call_soon_threadsafe(self._stop_if_none_is_left)
 
-        held = self._tools.leases.hold(claim, self._tools.kind.policy.lease, sent_at=sent_at, stop=stop)
-        job: Job[object] = Job(
-            kind=claim.kind,
-            key=claim.key,
-            revision=claim.revision or None,
-            payload=None,
-            attempts=claim.attempts,
-            evictions=claim.evictions,
-            generation=claim.generation,
-            lease_epoch=claim.lease_epoch,
-            ready_at=claim.ready_at,
-            token=claim.token,
-            signal=signal,
-        )
-        return _Item(claim, held, signal, job)
+        lease = self._tools.kind.policy.lease
+        return self._tools.leases.hold(item.claim, lease, self._tools.renewals, sent_at=sent_at, stop=stop)
 
     def _stop_if_none_is_left(self) -> None:
         """A call goes on as long as one of its jobs is still wanted."""
-        if all(item.signal.is_set() for item in self._items):
+        if all(item.job.signal.is_set() for item in self._called):
+            self._cancel()
+
+    def _cancel(self) -> None:
+        if self._scope is not None:
             self._scope.cancel()
 
     # --- run --------------------------------------------------------------------------------------------------------
@@ -121,23 +132,43 @@ class Attempt:
     async def _call(self) -> None:
         """Fill in each item's result; those that could not be decoded never reach the handler."""
         for item in self._items:
-            if time.monotonic() >= item.held.guard:  # this process stood still since the claim: somebody else runs it
-                item.signal.set("lost")
             self._decode(item)
-        runnable = [item for item in self._items if item.result is None and not item.signal.is_set()]
-        if not runnable or self._releasing:
+        called = [item for item in self._items if item.result is None and self._is_wanted(item)]
+        if not called or self._releasing:
             return
+        await self._call_handler(called)
+        if self._tools.kind.policy.singly and len(called) > 1 and all(_failed_with_its_call(item) for item in called):
+            await self._call_singly(called)
+
+    async def _call_singly(self, items: Sequence[_Item]) -> None:
+        """Once more, each job alone with a deadline of its own: what one of them does is not the others' fault."""
+        for item in items:
+            item.begin_anew()
+        for item in items:
+            if self._is_wanted(item):  # which a release ends, too
+                await self._call_handler([item])
+
+    def _is_wanted(self, item: _Item) -> bool:
+        """Whether a call may begin for this job."""
+        if (
+            time.monotonic() >= self._held[item].guard
+        ):  # this process stood still since the claim: somebody else runs it
+            item.job.signal.set("lost")
+        return not item.job.signal.is_set()
+
+    async def _call_handler(self, items: Sequence[_Item]) -> None:
         timeout = self._tools.kind.policy.timeout
         started = time.monotonic()
         results: Sequence[Result] = ()
+        self._called, self._scope = items, anyio.CancelScope()
         with self._scope:
             if timeout is not None:
                 self._scope.deadline = anyio.current_time() + timeout.total_seconds()
-            results = await self._results([item.job for item in runnable])
+            results = await self._results([item.job for item in items])
         late = timeout is not None and time.monotonic() - started >= timeout.total_seconds()
         if late:  # whatever came after the deadline does not count
-            results = [Failed(HANDLER_TIMEOUT)] * len(runnable)
-        for item, result in zip(runnable, results, strict=False):
+            results = [Failed(HANDLER_TIMEOUT)] * len(items)
+        for item, result in zip(items, results, strict=False):
             item.result = result
 
     async def _results(self, jobs: Sequence[Job[object]]) -> Sequence[Result]:
@@ -169,21 +200,23 @@ class Attempt:
     # --- finish -----------------------------------------------------------------------------------------------------
 
     async def _finish(self, run_seconds: float) -> None:
-        """Write every job's end; completions with the app's own writes one by one, the rest together."""
-        plain: list[Ending] = []
-        applying: list[Ending] = []
-        for item in self._items:
-            ending = self._ending(item, run_seconds)
-            if ending is not None:
-                needs_apply = self._tools.kind.apply is not None and isinstance(ending.decision, Success)
-                (applying if needs_apply else plain).append(ending)
-        await self._tools.finisher.write(plain)
-        for ending in applying:
+        """Write every job's end; completions with the app's own code in them one by one, the rest together."""
+        endings = [ending for item in self._items if (ending := self._ending(item, run_seconds)) is not None]
+        guarded: list[Ending] = []
+        if self._tools.kind.has_guests:
+            guarded = [ending for ending in endings if isinstance(ending.decision, Success)]
+            endings = [ending for ending in endings if not isinstance(ending.decision, Success)]
+        settlements = [ending.decision for ending in endings if isinstance(ending.decision, Settlement)]
+        paused = self._tools.pauses.start(settlements)  # before anything is awaited: no call may begin meanwhile
+        await self._tools.finisher.write(endings)
+        if paused:
+            await self._tools.pauses.settled(paused)
+        for ending in guarded:
             if self._releasing:
                 ending.decision = decide(Released(), ending.rules, chance=0)
                 await self._tools.finisher.write([ending])
             else:
-                await self._tools.finisher.write_applying(ending)
+                await self._tools.applier.write(ending)
 
     def _ending(self, item: _Item, run_seconds: float) -> Ending | None:
         """What is to be written of this job; None, and told, when its lease is gone."""
@@ -195,17 +228,37 @@ class Attempt:
         limit = item.claim.max_attempts if item.claim.max_attempts is not None else policy.max_attempts
         rules = Rules(item.claim.attempts, limit, policy.backoff)
         decision = decide(result, rules, chance=random.random())  # noqa: S311 - spreads retries, guards nothing
-        if isinstance(decision, Settlement) and decision.pause_seconds:
-            self.pause_seconds = max(self.pause_seconds, decision.pause_seconds)
         itself = result.itself if isinstance(result, Returned) else None
-        return Ending(item.claim, item.job, item.held, rules, decision, run_seconds, itself)
+        return Ending(item.claim, item.job, self._held[item], rules, decision, run_seconds, itself)
 
     def _verdict(self, item: _Item) -> Result | None:
         """The result that counts. A stop beats what the handler made of it; a finished job beats a late cancel."""
-        if item.signal.cause == "lost":
+        cause = item.job.signal.cause
+        if cause == "lost":
             return None
         if self._releasing:
             return Released()
         if item.result is not None:
             return item.result
-        return Cancel() if item.signal.cause == "cancel" else Released()
+        return Cancel() if cause == "cancel" else Released()
+
+
+def _job(claim: Claim) -> Job[object]:
+    return Job(
+        kind=claim.kind,
+        key=claim.key,
+        revision=claim.revision or None,
+        payload=None,
+        attempts=claim.attempts,
+        evictions=claim.evictions,
+        generation=claim.generation,
+        lease_epoch=claim.lease_epoch,
+        ready_at=claim.ready_at,
+        token=claim.token,
+        signal=Signal(),
+    )
+
+
+def _failed_with_its_call(item: _Item) -> bool:
+    """Whether the call is at fault and not, by what the handler said, this job."""
+    return isinstance(item.result, Failed) and item.result.code in _OF_THE_WHOLE_CALL

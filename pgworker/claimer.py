@@ -12,7 +12,7 @@ import psycopg
 
 from pgworker.db import Database
 from pgworker.errors import PgworkerError
-from pgworker.job import Claim
+from pgworker.job import URGENCIES, Claim
 from pgworker.outcome import QUEUE_BATCH_LIMIT_EXCEEDED, QUEUE_CLAIM_FAILED, QUEUE_INVALID_CLAIM
 from pgworker.queue import Queue
 from pgworker.statements import Due
@@ -27,6 +27,10 @@ class Taken(NamedTuple):
     full: bool
     due_in_seconds: float | None
     """When the next job that is known comes due."""
+    paused: bool = False
+    """Whether nothing was claimed because the kind is paused in the table."""
+    asked_at: float = 0.0
+    """Monotonic time before the survey was sent."""
 
 
 class ClaimRefused(PgworkerError):
@@ -41,20 +45,44 @@ class ClaimRefused(PgworkerError):
 
 @dataclass(slots=True)
 class Claimer:
-    """The claims of one runner."""
+    """The claims of one runner.
+
+    A round prefers one class of jobs and fills up from the other. Of `weights`, the first says how many rounds in a row
+    prefer fresh jobs, the second how many then prefer catch-up; rounds that find nothing count as well.
+    """
 
     queue: Queue
     database: Database
     runner: str
+    weights: tuple[int, int] = (4, 1)
+    rounds: int = 0
 
     async def round(self, limit: int) -> Taken:
         """Claim up to `limit` jobs over all lanes, in order. Raises ClaimRefused; never waits for a row's lock."""
-        claims: list[Claim] = []
+        preferred = self._next_class()
+        asked_at = time.monotonic()
         try:
             dues = await self.database.run(self.queue.survey())
         except (psycopg.Error, TimeoutError) as error:
             raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
         sent_at = time.monotonic()  # after the survey, which may have waited for a connection: that is no lease's time
+        if any(due.paused for due in dues):
+            return Taken([], sent_at, full=False, due_in_seconds=None, paused=True, asked_at=asked_at)
+        # (the survey has the priorities of each class in order, which a stable sort keeps)
+        in_turn = sorted(dues, key=lambda due: due.lane.urgency != preferred)
+        claims = await self._claim_from(in_turn, limit)
+        waits = [due.due_in_seconds for due in dues if due.due_in_seconds is not None and due.due_in_seconds > 0]
+        return Taken(claims, sent_at, len(claims) == limit, min(waits, default=None), asked_at=asked_at)
+
+    def _next_class(self) -> int:
+        fresh, catch_up = self.weights
+        turn = self.rounds % (fresh + catch_up)
+        self.rounds += 1
+        return URGENCIES["fresh"] if turn < fresh else URGENCIES["catch_up"]
+
+    async def _claim_from(self, dues: Sequence[Due], limit: int) -> list[Claim]:
+        """Lane after lane until the limit is reached; an error after the first job ends the round, and loses none."""
+        claims: list[Claim] = []
         try:
             for due in dues:
                 if len(claims) < limit and due.due_in_seconds is not None and due.due_in_seconds <= 0:
@@ -64,8 +92,7 @@ class Claimer:
                 raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
         except ClaimRefused as refused:
             raise ClaimRefused(refused.code, refused.error, [*claims, *refused.claims]) from refused
-        waits = [due.due_in_seconds for due in dues if due.due_in_seconds is not None and due.due_in_seconds > 0]
-        return Taken(claims, sent_at, len(claims) == limit, min(waits, default=None))
+        return claims
 
     async def _claim(self, due: Due, limit: int) -> list[Claim]:
         token = uuid4()

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Generator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 from uuid import UUID
 
+from pgworker.db import Flow
 from pgworker.errors import ConfigError, PayloadError, PgworkerError
 from pgworker.job import URGENCIES, Enqueued, IfPending, NewJob
 from pgworker.kind import Kind
 from pgworker.payload import check_key, check_revision
-from pgworker.statements import Insert, Put, Statement, insert_jobs
+from pgworker.statements import FACTS, Insert, Put, insert_jobs
 from pgworker.tablemap import TableMap
 
 _ROUNDS = 5
@@ -34,66 +34,55 @@ class PutMany(NamedTuple):
     transaction: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """The rows to insert, one for each key, and the key of each of the caller's jobs."""
-
-    keys: list[str]
-    rows: dict[str, Insert]
-
-
-def put_jobs(
-    tables: TableMap, kind: Kind, jobs: Sequence[NewJob], *, if_pending: IfPending
-) -> Generator[Statement[Any], Any, PutMany]:
+def put_jobs(tables: TableMap, kind: Kind, jobs: Sequence[NewJob], *, if_pending: IfPending) -> Flow[PutMany]:
     """Enqueue jobs of one kind, in one statement as a rule.
 
     Of jobs with equal keys the last wins, the earlier ones count as replaced. Raises PayloadError or ConfigError before
     anything is sent. Locks: rows that change, until the transaction ends.
     """
-    prepared = _prepare(kind, jobs)
+    rows = [
+        _row(kind, job, f" (job {number} of {len(jobs)})" if len(jobs) > 1 else "")
+        for number, job in enumerate(jobs, start=1)
+    ]
     if if_pending not in ("replace", "keep"):
-        msg = f"if_pending is 'replace' or 'keep', got {if_pending!r}"
-        raise ConfigError(msg)
+        raise ConfigError(f"if_pending is 'replace' or 'keep', got {if_pending!r}")
     puts: dict[str, Put] = {}
-    missing = list(prepared.rows.values())
+    last = {row.key: index for index, row in enumerate(rows)}
+    missing = [rows[index] for index in sorted(last.values())]
     for _ in range(_ROUNDS):
         if not missing:
             break
-        puts |= yield insert_jobs(tables, kind.name, missing, version=kind.version, keep=if_pending == "keep")
+        puts |= yield insert_jobs(
+            tables,
+            kind.name,
+            missing,
+            version=kind.version,
+            keep=if_pending == "keep",
+            wait=kind.policy.supersede == "wait",
+            facts=FACTS[kind.policy.facts],
+        )
         missing = [row for row in missing if row.key not in puts]
     if missing:
-        msg = f"{len(missing)} keys of kind {kind.name!r} kept changing while they were enqueued; try again"
-        raise PgworkerError(msg)
-    transactions = [put.transaction for put in puts.values() if put.transaction]
-    return PutMany(_in_callers_order(kind, prepared, puts), transactions[0] if transactions else None)
+        raise PgworkerError(
+            f"{len(missing)} keys of kind {kind.name!r} kept changing while they were enqueued; try again"
+        )
+    transaction = next((put.transaction for put in puts.values() if put.transaction), None)
+    return PutMany(_in_callers_order(kind, rows, last, puts), transaction)
 
 
-def _in_callers_order(kind: Kind, prepared: _Prepared, puts: dict[str, Put]) -> list[Enqueued]:
-    last = {key: index for index, key in enumerate(prepared.keys)}
+def _in_callers_order(kind: Kind, rows: Sequence[Insert], last: dict[str, int], puts: dict[str, Put]) -> list[Enqueued]:
     enqueued: list[Enqueued] = []
-    for index, key in enumerate(prepared.keys):
-        put = puts[key]
-        status = put.status if last[key] == index else "replaced"
-        enqueued.append(Enqueued(kind.name, key, prepared.rows[key].revision or None, status, put.state))
+    for index, row in enumerate(rows):
+        put, winner = puts[row.key], last[row.key]
+        status = put.status if index == winner else "replaced"
+        enqueued.append(Enqueued(kind.name, row.key, rows[winner].revision or None, status, put.state))
     return enqueued
-
-
-def _prepare(kind: Kind, jobs: Sequence[NewJob]) -> _Prepared:
-    keys: list[str] = []
-    rows: dict[str, Insert] = {}
-    for index, job in enumerate(jobs):
-        if not isinstance(cast("object", job), NewJob):
-            msg = f"enqueue_many takes NewJob objects, got {type(job).__name__}: NewJob(payload, key=...)"
-            raise ConfigError(msg)
-        row = _row(kind, job, f" (job {index + 1} of {len(jobs)})" if len(jobs) > 1 else "")
-        keys.append(row.key)
-        rows.pop(row.key, None)  # the last one wins, and stands where it was asked for
-        rows[row.key] = row
-    return _Prepared(keys, rows)
 
 
 def _row(kind: Kind, job: NewJob, which: str) -> Insert:
     """The row of one job. Raises PayloadError for values that may not be stored, ConfigError for options that clash."""
+    if not isinstance(cast("object", job), NewJob):
+        raise ConfigError(f"enqueue_many takes NewJob objects, got {type(job).__name__}: NewJob(payload, key=...)")
     if job.key is not None:
         check_key(job.key)
     if job.revision is not None:
@@ -116,10 +105,9 @@ def _row(kind: Kind, job: NewJob, which: str) -> Insert:
 
 
 def _check_options(job: NewJob, which: str) -> None:
-    problem = _wrong_type(job)
-    if problem is not None:
-        raise ConfigError(problem + which)
-    if job.revision is not None and job.key is None:
+    if (wrong := _wrong_type(job)) is not None:
+        problem = wrong
+    elif job.revision is not None and job.key is None:
         problem = "a revision says which version of a key's thing this is: give the key, too"
     elif job.delay is not None and job.ready_at is not None:
         problem = "give delay or ready_at, not both"
@@ -133,8 +121,9 @@ def _check_options(job: NewJob, which: str) -> None:
         problem = f"priority is {-_SMALLINT} to {_SMALLINT}, got {job.priority}"
     elif job.max_attempts is not None and job.max_attempts < 1:
         problem = f"max_attempts is at least 1, got {job.max_attempts}"
-    if problem is not None:
-        raise ConfigError(problem + which)
+    else:
+        return
+    raise ConfigError(problem + which)
 
 
 def _wrong_type(job: NewJob) -> str | None:

@@ -61,25 +61,21 @@ def _readable(name: str, dsn: str) -> str:
 
 
 def conninfo(dsn: str, role: str) -> str:
-    """The DSN with our own keywords in it; they win."""
-    return make_conninfo(dsn, **connect_options(role))
+    """The DSN for a connection with this role (`worker`, `listen`, `lease`, ...), which pg_stat_activity shows.
 
-
-def connect_options(role: str) -> dict[str, str | int]:
-    """Libpq keywords for a connection with this role (`worker`, `listen`, `lease`, ...), shown in pg_stat_activity.
-
-    Keepalives notice a dead peer while we wait, tcp_user_timeout while our own bytes are unacknowledged: without both a
-    silent network loss hangs for minutes. A standby is never good enough: everything here writes. Keys and payloads are
-    any text there is, whatever PGCLIENTENCODING or the role's settings say.
+    Our own keywords win. Keepalives notice a dead peer while we wait, tcp_user_timeout while our own bytes are
+    unacknowledged: without both a silent network loss hangs for minutes. A standby is never good enough: everything
+    here writes. Keys and payloads are any text there is, whatever PGCLIENTENCODING or the role's settings say.
     """
-    return {
-        "application_name": f"pgworker {role}"[:_APPLICATION_NAME_BYTES],
-        "connect_timeout": _CONNECT_TIMEOUT_SECONDS,
-        "keepalives": 1,
-        "keepalives_idle": 5,
-        "keepalives_interval": 2,
-        "keepalives_count": 3,
-        "tcp_user_timeout": 10_000,
-        "target_session_attrs": "read-write",
-        "client_encoding": "UTF8",
-    }
+    return make_conninfo(
+        dsn,
+        application_name=f"pgworker {role}"[:_APPLICATION_NAME_BYTES],
+        connect_timeout=_CONNECT_TIMEOUT_SECONDS,
+        keepalives=1,
+        keepalives_idle=5,
+        keepalives_interval=2,
+        keepalives_count=3,
+        tcp_user_timeout=10_000,
+        target_session_attrs="read-write",
+        client_encoding="UTF8",
+    )

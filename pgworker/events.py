@@ -31,11 +31,14 @@ class JobSettled:
 
 @dataclass(frozen=True, slots=True)
 class JobLost:
-    """A run's outcome was dropped: its lease was lost (superseded, taken over, deleted) or had expired."""
+    """A run's outcome was dropped: its lease was lost (superseded, taken over, deleted) or had expired.
+
+    "refused": the database takes the outcome for good by no means; the job comes back when its lease ends.
+    """
 
     kind: str
     key: str
-    reason: Literal["lost", "expired", "guard"]
+    reason: Literal["lost", "expired", "guard", "refused"]
 
 
 @dataclass(frozen=True, slots=True)

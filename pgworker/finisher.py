@@ -1,36 +1,20 @@
-"""Writes what became of claimed jobs: many at once, each with its own verdict; and alone, with the app's own writes."""
+"""Writes what became of claimed jobs: many at once, each with its own verdict."""
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, cast
 
 import anyio
-import anyio.to_thread
 import psycopg
-from psycopg.errors import QueryCanceled
-from psycopg.pq import TransactionStatus
+from psycopg.errors import RaiseException
 
-from pgworker.db import (
-    AsyncConnection,
-    Database,
-    SyncConnection,
-    SyncDatabase,
-    is_conflict,
-    is_data_error,
-    is_outage,
-    send,
-    send_sync,
-)
+from pgworker.db import is_conflict, is_data_error, is_outage
 from pgworker.events import Event, JobLost, JobSettled, RunnerTrouble
-from pgworker.executors.guest import Contained, is_stopping
-from pgworker.executors.results import raised
 from pgworker.job import Claim, Job
 from pgworker.kind import Kind
 from pgworker.leases import Held
@@ -38,6 +22,7 @@ from pgworker.outcome import (
     QUEUE_COMPLETE_FAILED,
     QUEUE_RELEASE_FAILED,
     QUEUE_RETRY_FAILED,
+    QUEUE_WRITE_REFUSED,
     RESULT_REJECTED,
     Decision,
     Failed,
@@ -47,13 +32,13 @@ from pgworker.outcome import (
     decide,
 )
 from pgworker.queue import Queue
+from pgworker.shared import Shared
 from pgworker.statements import Answer
 
 _MOST_AT_ONCE = 500
-_APPLY_TIMEOUTS = 3
-_LOST = Answer("lost", None)
-_NEW_WORK = Answer("done", "pending")
-_ENDED = (TransactionStatus.IDLE, TransactionStatus.UNKNOWN)
+_REFUSED_SECONDS = 30.0
+"""How long a write is repeated that the database refuses, as when a right was taken away: somebody may mend it."""
+LOST = Answer("lost", None)
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +53,14 @@ class Ending:
     run_seconds: float
     itself: object = None
     """The returned value as the app's own writes get it."""
+    refused_at: float | None = None
+    """Since when the database refuses it, for what is no fault of a value."""
     written: anyio.Event = field(default_factory=anyio.Event)
+
+    def decide_anew(self, result: Failed) -> None:
+        """Another decision than the first, which cannot be written."""
+        self.decision = decide(result, self.rules, chance=random.random())  # noqa: S311 - spreads retries
+        self.refused_at = None
 
 
 class Finisher:
@@ -81,25 +73,21 @@ class Finisher:
         self,
         kind: Kind,
         queue: Queue,
+        shared: Shared,
         *,
-        database: Database,
-        apply_database: Database,
-        sync_apply_database: SyncDatabase,
         tell: Callable[[Event], None],
         give_up_at: Callable[[], float],
     ) -> None:
         self._kind = kind
         self._queue = queue
-        self._database = database
-        self._apply_database = apply_database
-        self._sync_apply_database = sync_apply_database
+        self._shared = shared
         self._tell = tell
         self._fresh: deque[Ending] = deque()
         self._again: list[tuple[float, list[Ending]]] = []
         self._work = anyio.Event()
         self._failures = 0
         self._give_up_at = give_up_at
-        self._threads = anyio.CapacityLimiter(kind.policy.concurrency)
+        self._some_ended = False
 
     async def write(self, endings: Sequence[Ending]) -> None:
         """Write these ends and return when each has its verdict, or has been given up because its lease is gone."""
@@ -133,12 +121,12 @@ class Finisher:
 
     async def _write_group(self, group: Sequence[Ending]) -> None:
         """Send a group as one statement for successes and one for the rest."""
-        alive = [ending for ending in group if not self._given_up(ending)]
+        alive = [ending for ending in group if not self.has_given_up(ending)]
         successes = [ending for ending in alive if isinstance(ending.decision, Success)]
         others = [ending for ending in alive if isinstance(ending.decision, Settlement)]
-        for part in (successes, others):
-            if part:
-                await self._send(part)
+        for part in (*_apart(successes), *_apart(others)):
+            await self._send(part)
+        self.announce()
 
     async def _send(self, endings: Sequence[Ending]) -> None:
         try:
@@ -146,29 +134,50 @@ class Finisher:
                 statement = self._queue.finish([(each.claim, cast("Success", each.decision)) for each in endings])
             else:
                 statement = self._queue.settle([(each.claim, cast("Settlement", each.decision)) for each in endings])
-            answers = await self._database.run(statement, within=self._give_up_at() - time.monotonic())
+            answers = await self._shared.database.run(statement, within=self._give_up_at() - time.monotonic())
         except (psycopg.Error, TimeoutError) as error:
             self._send_again(endings, error)
         else:
             self._failures = 0
             for ending in endings:
-                self._answered(ending, answers.get(ending.claim.id, _LOST))
+                self.answered(ending, answers.get(ending.claim.id, LOST))
 
     def _send_again(self, endings: Sequence[Ending], error: psycopg.Error | TimeoutError) -> None:
         """After an error: halve a batch with a poisonous value, fail the value's own job, else try again later."""
         now = time.monotonic()
-        if is_data_error(error) and len(endings) > 1:
+        if _is_the_values_fault(error) and len(endings) > 1:
             middle = len(endings) // 2
             self._again += [(now, list(endings[:middle])), (now, list(endings[middle:]))]
-        elif is_data_error(error) and isinstance(endings[0].decision, Success):
-            self._decide_anew(endings[0], Failed(RESULT_REJECTED, type(error).__name__))
+        elif _is_the_values_fault(error) and isinstance(endings[0].decision, Success):
+            endings[0].decide_anew(Failed(RESULT_REJECTED, type(error).__name__))
             self._again.append((now, list(endings)))
         else:
             self._failures += 1
             self._tell(RunnerTrouble(self._kind.name, _trouble_code(endings[0].decision), type(error).__name__))
-            self._again.append((now + _backoff(self._failures), list(endings)))
+            lasting = not (is_outage(error) or is_conflict(error))
+            patient = [ending for ending in endings if not (lasting and self._is_refused(ending, error, now))]
+            if patient:
+                self._again.append((now + backoff(self._failures), patient))
 
-    def _answered(self, ending: Ending, answer: Answer) -> None:
+    def _is_refused(self, ending: Ending, error: psycopg.Error | TimeoutError, now: float) -> bool:
+        """Whether the time is up for an error that no repetition mends; sees to what is left to do then.
+
+        A success becomes a failure of its job, if that at least can be written; what cannot be written as anything is
+        left to the end of its lease. Without that, neither the job nor a drain would ever come to an end.
+        """
+        ending.refused_at = now if ending.refused_at is None else ending.refused_at
+        if now - ending.refused_at < _REFUSED_SECONDS:
+            return False
+        if isinstance(ending.decision, Success):
+            ending.decide_anew(Failed(QUEUE_COMPLETE_FAILED, type(error).__name__))
+            self._again.append((now, [ending]))
+        else:
+            self._tell(RunnerTrouble(self._kind.name, QUEUE_WRITE_REFUSED, type(error).__name__))
+            self._give_up(ending, "refused")
+        return True
+
+    def answered(self, ending: Ending, answer: Answer) -> None:
+        """Act on the verdict about one job."""
         match answer.verdict:
             case "done":
                 self._settled(ending, answer)
@@ -182,6 +191,7 @@ class Finisher:
         """Tell what the table says now. A success that the table did not take met new work: that is a lost run."""
         decision = ending.decision
         ending.written.set()
+        self._some_ended |= answer.state != "pending"
         if isinstance(decision, Success) and answer.state != "succeeded":
             self._tell(JobLost(self._kind.name, ending.claim.key, "lost"))
             return
@@ -200,154 +210,34 @@ class Finisher:
             )
         )
 
-    def _given_up(self, ending: Ending) -> bool:
+    def announce(self) -> None:
+        """Tell those who wait for results, once for all that have ended since the last time."""
+        if self._some_ended and self._kind.policy.results == "notify":
+            self._shared.done(self._kind.name)
+        self._some_ended = False
+
+    def has_given_up(self, ending: Ending) -> bool:
         """Whether there is no use in trying any longer; says so once."""
         if time.monotonic() < min(ending.held.guard, self._give_up_at()):
             return False
         if not ending.written.is_set():
-            self._tell(JobLost(self._kind.name, ending.claim.key, "guard"))
-            ending.written.set()
+            self._give_up(ending, "guard")
         return True
 
-    def _decide_anew(self, ending: Ending, result: Failed) -> None:
-        ending.decision = decide(result, ending.rules, chance=random.random())  # noqa: S311 - spreads retries
-
-    # --- completions that carry the app's own writes ----------------------------------------------------------------
-
-    async def write_applying(self, ending: Ending) -> None:
-        """Succeed one job together with the app's own writes, in one transaction; repeated until it commits or fails.
-
-        The order is the app's own (its rows first, the job's last), so that the two cannot deadlock. A value or row
-        that the database refuses is the job's failure; a lost lease takes the app's writes back with it.
-        """
-        tries = _Tries()
-        while not self._given_up(ending):
-            pause = await self._try_to_apply(ending, tries)
-            if pause is None:
-                return
-            await anyio.sleep(pause)
-
-    async def _try_to_apply(self, ending: Ending, tries: _Tries) -> float | None:
-        """One try; returns the seconds until the next, or None when the job has its verdict."""
-        tries.made += 1
-        try:
-            answer = await self._apply_once(ending)
-        except _TakeBack as back:
-            answer = back.answer
-            if answer.verdict in ("lost", "done"):
-                return await self._superseded_in_apply(ending, tries)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # apply is the app's code: whatever it raises is the job's failure
-            if isinstance(error, asyncio.CancelledError) and is_stopping():
-                raise
-            return await self._apply_failed(ending, error, tries)
-        if answer.verdict == "busy":
-            return random.uniform(0.005, 0.05)  # noqa: S311 - spreads retries
-        if answer == _NEW_WORK:
-            await self.write([ending])  # new work came meanwhile: nothing of this run is kept, the row waits again
-        else:
-            self._answered(ending, answer)
-        return None
-
-    async def _superseded_in_apply(self, ending: Ending, tries: _Tries) -> float | None:
-        """Somebody put new work, which the next try's check will see; or apply did, which the rollback has undone."""
-        tries.superseded += 1
-        if tries.superseded == 1:
-            return 0.0
-        self._decide_anew(ending, Failed(QUEUE_COMPLETE_FAILED, "SupersededByItself"))
-        await self.write([ending])
-        return None
-
-    async def _apply_failed(self, ending: Ending, error: BaseException, tries: _Tries) -> float | None:
-        tries.timed_out += isinstance(error, (TimeoutError, QueryCanceled))
-        if (is_outage(error) or is_conflict(error)) and tries.timed_out < _APPLY_TIMEOUTS:
-            self._tell(RunnerTrouble(self._kind.name, QUEUE_COMPLETE_FAILED, type(error).__name__))
-            return _backoff(tries.made)
-        (failed,) = raised(self._kind, error.error if isinstance(error, _ElsewhereError) else error, 1)
-        if is_data_error(error):
-            failed = replace(failed, code=RESULT_REJECTED)
-        elif isinstance(error, (psycopg.Error, TimeoutError)):
-            failed = replace(failed, code=QUEUE_COMPLETE_FAILED)
-        self._decide_anew(ending, failed)
-        await self.write([ending])
-        return None
-
-    async def _apply_once(self, ending: Ending) -> Answer:
-        if not self._kind.is_async:
-            return await anyio.to_thread.run_sync(self._apply_in_thread, ending, limiter=self._threads)
-        apply = self._kind.apply
-        assert apply is not None  # noqa: S101 - only called for kinds that have one
-        success = cast("Success", ending.decision)
-        async with self._apply_database.transaction() as connection:
-            generation = await send(connection, self._queue.check(ending.claim))
-            if generation != ending.claim.generation:
-                return _LOST if generation is None else _NEW_WORK
-            with _apps_code(connection):
-                async with Contained():
-                    await apply(connection, ending.job, ending.itself)
-            answers = await send(connection, self._queue.finish([(ending.claim, success)]))
-            return _kept(answers.get(ending.claim.id, _LOST))
-
-    def _apply_in_thread(self, ending: Ending) -> Answer:
-        apply = self._kind.apply
-        assert apply is not None  # noqa: S101 - only called for kinds that have one
-        success = cast("Success", ending.decision)
-        with self._sync_apply_database.transaction() as connection:
-            generation = send_sync(connection, self._queue.check(ending.claim))
-            if generation != ending.claim.generation:
-                return _LOST if generation is None else _NEW_WORK
-            with _apps_code(connection):
-                apply(connection, ending.job, ending.itself)
-            answers = send_sync(connection, self._queue.finish([(ending.claim, success)]))
-            return _kept(answers.get(ending.claim.id, _LOST))
+    def _give_up(self, ending: Ending, reason: Literal["guard", "refused"]) -> None:
+        self._tell(JobLost(self._kind.name, ending.claim.key, reason))
+        ending.written.set()
 
 
-@dataclass(slots=True)
-class _Tries:
-    """How often one job's own writes were tried, and what stopped them."""
-
-    made: int = 0
-    timed_out: int = 0
-    superseded: int = 0
-
-
-class _TakeBack(Exception):
-    def __init__(self, answer: Answer) -> None:
-        super().__init__(answer.verdict)
-        self.answer = answer
-
-
-class _ElsewhereError(Exception):
-    """The app's own writes met a dead connection that is not the one they were given."""
-
-    def __init__(self, error: psycopg.Error) -> None:
-        super().__init__()
-        self.error = error
-
-
-class TransactionEndedError(Exception):
-    """The app's own writes have committed, rolled back or closed what was to be completed after them."""
-
-
-@contextmanager
-def _apps_code(connection: AsyncConnection | SyncConnection) -> Generator[None, None, None]:
-    """Around the app's own writes: what they do to the connection is no outage, which would be waited out for ever."""
-    try:
-        yield
-    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-        if error.sqlstate is None and not connection.broken:
-            raise _ElsewhereError(error) from error
-        raise
-    if connection.info.transaction_status in _ENDED and not connection.broken:
-        raise TransactionEndedError
-
-
-def _kept(answer: Answer) -> Answer:
-    """The answer, if the job did succeed; anything else takes the app's writes back."""
-    if answer.verdict != "done" or answer.state != "succeeded":
-        raise _TakeBack(answer)
-    return answer
+def _apart(endings: Sequence[Ending]) -> list[list[Ending]]:
+    """So that no two are of one row: a run and the one that supersedes it, which the answers could not tell apart."""
+    parts: list[dict[int, Ending]] = []
+    for ending in endings:
+        fitting = next((part for part in parts if ending.claim.id not in part), None)
+        if fitting is None:
+            parts.append(fitting := {})
+        fitting[ending.claim.id] = ending
+    return [list(part.values()) for part in parts]
 
 
 def _trouble_code(decision: Decision) -> str:
@@ -356,6 +246,11 @@ def _trouble_code(decision: Decision) -> str:
     return QUEUE_RETRY_FAILED if decision.counts else QUEUE_RELEASE_FAILED
 
 
-def _backoff(failures: int) -> float:
+def backoff(failures: int) -> float:
     """Seconds before the next try after so many failures in a row: 50 ms doubling to a second, spread."""
     return min(1.0, 0.05 * float(2 ** min(failures, 10))) * random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries
+
+
+def _is_the_values_fault(error: BaseException) -> bool:
+    """Whether other values would do: by the server, by the driver itself, or by a trigger that raises."""
+    return is_data_error(error) or isinstance(error, (psycopg.DataError, RaiseException))

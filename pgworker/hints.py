@@ -1,7 +1,10 @@
-"""The NOTIFY side: tells the workers that something is ready, off the commit path, from a thread of its own.
+"""The NOTIFY side: tells who listens that something has happened, off the commit path, from a thread of its own.
 
 A notification takes a database-wide lock when its transaction commits and fails when the server's queue is full, so it
 never travels in a transaction that matters. A lost hint costs one poll, never a job.
+
+Payloads: `r:KIND` jobs are ready, `c:KIND` somebody took jobs out of their runs' hands or paused the kind,
+`d:KIND` jobs have ended.
 """
 
 from __future__ import annotations
@@ -17,7 +20,6 @@ from time import monotonic
 from typing import TypeAlias
 
 import psycopg
-from psycopg.conninfo import make_conninfo
 from psycopg.rows import TupleRow
 
 _log = logging.getLogger(__name__)
@@ -207,16 +209,18 @@ class _Sender:
 
 
 class Hints:
-    """The hint sender of a process: hand it a kind, and workers that listen look for jobs of it soon after.
+    """The hint sender of a process: hand it a kind, and workers that listen see to it soon after.
 
     Nothing here blocks or raises. The thread starts with the first hint. After a fork the child gets a thread and a
-    connection of its own and leaves the parent's alone. `connect_kwargs` are libpq keywords and win over `conninfo`.
+    connection of its own and leaves the parent's alone.
+
+    `transaction`, where it is taken, is `pg_current_xact_id()::text` of a transaction that may still be open: the hint
+    is sent once it has committed and dropped if it is rolled back. The id is the whole transaction's, so work that was
+    undone by a savepoint alone still gives a hint, which costs one empty look.
     """
 
-    def __init__(
-        self, conninfo: str, connect_kwargs: Mapping[str, object], *, channel: str, spacing: float = 0.010
-    ) -> None:
-        self._conninfo = make_conninfo(conninfo, **{name: str(value) for name, value in connect_kwargs.items()})
+    def __init__(self, conninfo: str, *, channel: str, spacing: float = 0.010) -> None:
+        self._conninfo = conninfo
         self._channel = channel
         self._spacing = spacing
         self._senders: dict[int, _Sender] = {}
@@ -225,18 +229,24 @@ class Hints:
         atexit.register(_close_own, self._senders, 1.0)
 
     def ready(self, kind: str, *, transaction: str | None = None) -> None:
-        """Jobs of this kind are ready.
+        """Jobs of this kind are ready."""
+        self._tell(f"r:{kind}", transaction)
 
-        `transaction` is `pg_current_xact_id()::text` of a transaction that may still be open: the hint is sent once it
-        has committed and dropped if it is rolled back. The id is the whole transaction's, so work that was undone by a
-        savepoint alone still gives a hint, which costs one empty claim.
-        """
+    def control(self, kind: str, *, transaction: str | None = None) -> None:
+        """Somebody superseded or cancelled running jobs of this kind, or paused it: its workers look at once."""
+        self._tell(f"c:{kind}", transaction)
+
+    def done(self, kind: str) -> None:
+        """Jobs of this kind have ended, which somebody may be waiting for."""
+        self._tell(f"d:{kind}", None)
+
+    def _tell(self, payload: str, transaction: str | None) -> None:
         pid = os.getpid()
         sender = self._senders.get(pid)
         if sender is None:  # setdefault, so that no lock of ours can be held by another thread at a fork
             new = _Sender(self._conninfo, channel=self._channel, spacing=self._spacing)
             sender = self._senders.setdefault(pid, new)
-        sender.tell((f"r:{kind}", transaction))
+        sender.tell((payload, transaction))
 
     def close(self, timeout: float = 1.0) -> None:
         """Send what is due and end the thread, waiting at most so long; a later hint starts anew."""

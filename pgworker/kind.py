@@ -15,11 +15,14 @@ from pgworker.job import Job
 from pgworker.outcome import Cancel, Park, Pause, Permanent, Retry
 from pgworker.payload import DEFAULT_LIMIT_BYTES, Codec, check_kind, codec_for
 from pgworker.policy import Policy
+from pgworker.tablequeue import TableQueue
 
 Handler: TypeAlias = Callable[[Any], Any]
 """`def` or `async def`, taking a Job or, for a batch kind, a list of them."""
 Apply: TypeAlias = Callable[..., Any]
 """`(connection, job, value)`, `def` or `async def` like its handler: the app's own writes of a completion."""
+Eligible: TypeAlias = Callable[..., Any]
+"""`(connection, job) -> bool`, `def` or `async def` like its handler: whether the result is still wanted."""
 
 _UNIONS = (typing.Union, types.UnionType)
 _NO_VALUES = (None, types.NoneType, Retry, Permanent, Park, Pause, Cancel)
@@ -35,10 +38,13 @@ class Kind:
     payload: Codec
     handler: Handler | None = None
     apply: Apply | None = None
+    eligible: Eligible | None = None
     batch: bool = False
     is_async: bool = True
     returns_nothing: bool = False
     version: int = 1
+    queue: TableQueue | None = None
+    """The app's own table, whose rows are the jobs; None: they are in the jobs table."""
     result: Codec | None = None
     """How values become results; None when the handler does not say what it returns: then by each value's own type."""
 
@@ -52,12 +58,26 @@ class Kind:
         """How long a claim waits for more: only a batch has use for it."""
         return self.policy.window if self.batch else timedelta(0)
 
+    @property
+    def has_guests(self) -> bool:
+        """Whether the app's own code takes part in the transaction of a completion."""
+        return self.apply is not None or self.eligible is not None
 
-def declare_kind(name: str, policy: Policy, *, payload: object, payload_limit: int | None, version: int) -> Kind:
+
+def declare_kind(
+    name: str,
+    policy: Policy,
+    *,
+    payload: object,
+    payload_limit: int | None,
+    version: int,
+    queue: TableQueue | None = None,
+) -> Kind:
     """A kind without a handler. Raises ConfigError for a name or version that cannot be stored."""
     _check_version(version)
     check_kind(name)
-    return Kind(name, policy, codec_for(payload, limit=payload_limit or DEFAULT_LIMIT_BYTES), version=version)
+    codec = codec_for(payload, limit=payload_limit or DEFAULT_LIMIT_BYTES)
+    return Kind(name, policy, codec, version=version, queue=queue)
 
 
 def handled_kind(
@@ -67,20 +87,22 @@ def handled_kind(
     *,
     batch: bool,
     apply: Apply | None,
+    eligible: Eligible | None = None,
     payload: object | None,
     payload_limit: int | None,
     version: int,
+    queue: TableQueue | None = None,
 ) -> Kind:
     """A kind with a handler; the payload's type is read from its annotation unless it is given."""
     _check_version(version)
     check_kind(name)
     is_async = inspect.iscoroutinefunction(handler)
-    if apply is not None and inspect.iscoroutinefunction(apply) != is_async:
-        msg = f"kind {name!r}: handler and apply must both be `async def` or both be `def`"
+    if policy.singly and not batch:
+        msg = f"kind {name!r}: singly= is for batches, give batch= with it"
         raise ConfigError(msg)
     _check_call(name, "a handler takes one argument: the job or, with batch=, the list of jobs", handler, 1)
-    if apply is not None:
-        _check_call(name, "apply takes three arguments: the connection, the job, the value", apply, 3)
+    _check_guest(name, "apply", apply, ("the connection", "the job", "the value"), is_async=is_async)
+    _check_guest(name, "eligible", eligible, ("the connection", "the job"), is_async=is_async)
     hints = _hints(name, handler)
     annotated = _payload_type(name, hints, batch=batch)
     wanted = payload if payload is not None else annotated
@@ -90,10 +112,12 @@ def handled_kind(
         codec_for(wanted, limit=payload_limit or DEFAULT_LIMIT_BYTES),
         handler=handler,
         apply=apply,
+        eligible=eligible,
         batch=batch,
         is_async=is_async,
         returns_nothing="return" in hints and hints["return"] is types.NoneType,
         version=version,
+        queue=queue,
         result=_result_codec(hints.get("return"), batch=batch),
     )
 
@@ -102,6 +126,19 @@ def _check_version(version: int) -> None:
     if not 1 <= version <= _MAX_VERSION:
         msg = f"a kind's version is 1 to {_MAX_VERSION}, got {version}"
         raise ConfigError(msg)
+
+
+def _check_guest(
+    name: str, role: str, function: Callable[..., object] | None, takes: Sequence[str], *, is_async: bool
+) -> None:
+    """Raise ConfigError for a function that could not take part in its kind's completions."""
+    if function is None:
+        return
+    if inspect.iscoroutinefunction(function) != is_async:
+        msg = f"kind {name!r}: handler and {role} must both be `async def` or both be `def`"
+        raise ConfigError(msg)
+    count = {2: "two", 3: "three"}[len(takes)]
+    _check_call(name, f"{role} takes {count} arguments: {', '.join(takes)}", function, len(takes))
 
 
 def _check_call(name: str, wanted: str, function: Callable[..., object], arguments: int) -> None:

@@ -1,4 +1,4 @@
-"""Keeps the leases of a process alive, from an OS thread with a connection of its own.
+"""Keeps the leases of a process alive, and learns who has lost one, from an OS thread with a connection of its own.
 
 So a handler that blocks the event loop (but releases the interpreter) cannot lose its lease. The thread renews through
 a shutdown too, until the last handler has ended.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import cast
+from typing import TypeAlias
 
 import psycopg
 
@@ -20,13 +21,21 @@ from pgworker.config import Settings, conninfo
 from pgworker.db import SyncConnection, send_sync, session_settings
 from pgworker.job import Cause, Claim
 from pgworker.policy import Lease
-from pgworker.statements import renew_leases
+from pgworker.queue import Renewals
+from pgworker.statements import Renewal
 
 _log = logging.getLogger("pgworker")
 
 _BUSY_PAUSE_SECONDS = 0.03
 _ERROR_PAUSE_SECONDS = 0.5
+_LOOK_EVERY_SECONDS = 5.0
+"""How often a lease that covers its whole run is looked at: no renewal would tell that it is gone."""
+_LOOK_SPACING_SECONDS = 0.1
+"""From one look that was asked for to the next, however often it is asked for."""
+_LOCK_TIMEOUT = "set lock_timeout = '500ms'"
+"""No statement here waits for a row. A whole table that somebody locks must not cost the leases in the others."""
 _NEVER = float("inf")
+_LOST = Renewal("lost", cancel_requested=False)
 _STANDSTILL_SECONDS = 1.0
 
 
@@ -36,17 +45,44 @@ class Held:
 
     claim: Claim
     lease: Lease
+    renewals: Renewals
     guard: float
-    renew_at: float
+    ask_at: float
+    """The monotonic time at which it is renewed or, if it covers its whole run, looked at."""
     stop: Callable[[Cause], None]
     """Told once, from the keeper's thread, when the handler should stop."""
     told: bool = False
+
+    @property
+    def seconds(self) -> float | None:
+        """For how long a renewal prolongs it; None when it is only looked at."""
+        return None if self.lease.heartbeat is None else self.lease.ttl.total_seconds()
+
+    @property
+    def interval(self) -> float:
+        """Seconds from one question to the next."""
+        return _LOOK_EVERY_SECONDS if self.lease.heartbeat is None else self.lease.heartbeat.total_seconds()
 
     def tell(self, cause: Cause) -> None:
         """Tell the run that it should stop, once."""
         if not self.told:
             self.told = True
             self.stop(cause)
+
+
+_Asked: TypeAlias = Mapping[Held, float | None]
+"""Leases to ask about: to be prolonged to so many seconds, or (None) only looked at."""
+
+
+def _by_table(asked: _Asked) -> Iterable[tuple[Renewals, _Asked]]:
+    """What goes into one statement. Two runs of a job do not: answers go by its id, and only one of the two owns it."""
+    runs: Counter[tuple[Renewals, int]] = Counter()
+    groups: defaultdict[tuple[Renewals, int], dict[Held, float | None]] = defaultdict(dict)
+    for held, seconds in asked.items():
+        run = held.renewals, held.claim.id
+        groups[held.renewals, runs[run]][held] = seconds
+        runs[run] += 1
+    return [(renewals, group) for (renewals, _), group in groups.items()]
 
 
 def _guard(lease: Lease, sent_at: float) -> float:
@@ -62,6 +98,9 @@ class LeaseKeeper:
         self._settings = settings
         self._deadline = deadline
         self._held: set[Held] = set()
+        self._verify_asked_at: dict[str, float] = {}
+        self._to_verify: set[str] = set()
+        self._next_look_at = 0.0
         self._changed = threading.Condition()
         self._closed = False
         self._renew_wakes_at = 0.0
@@ -71,16 +110,38 @@ class LeaseKeeper:
         self._held_since_beat: dict[str, Lease] = {}
         self._told_of_beat = 0.0
 
-    def hold(self, claim: Claim, lease: Lease, *, sent_at: float, stop: Callable[[Cause], None]) -> Held:
-        """Keep this lease alive from now on; `sent_at` is the monotonic time at which its claim was sent."""
-        heartbeat = _NEVER if lease.heartbeat is None else lease.heartbeat.total_seconds()
-        held = Held(claim, lease, guard=_guard(lease, sent_at), renew_at=sent_at + heartbeat, stop=stop)
+    def hold(
+        self, claim: Claim, lease: Lease, renewals: Renewals, *, sent_at: float, stop: Callable[[Cause], None]
+    ) -> Held:
+        """Keep this lease alive from now on; `sent_at` is the monotonic time at which its claim was sent.
+
+        Leases with equal `renewals` travel in one statement.
+        """
+        held = Held(claim, lease, renewals, guard=_guard(lease, sent_at), ask_at=sent_at, stop=stop)
+        held.ask_at += held.interval
         with self._changed:
             self._held.add(held)
             self._held_since_beat[claim.kind] = lease
-            if held.renew_at < self._renew_wakes_at or held.guard < self._guard_wakes_at:
+            if sent_at <= self._verify_asked_at.get(claim.kind, -_NEVER):
+                self._verify(claim.kind)  # it was asked for while this claim was under way
+            if held.ask_at < self._renew_wakes_at or held.guard < self._guard_wakes_at:
                 self._changed.notify_all()  # else both threads wake in time: most jobs end before they are looked at
         return held
+
+    def verify(self, kind: str) -> None:
+        """Look at once at what is held of this kind, as somebody may have superseded or cancelled it.
+
+        Ten looks a second at most, whatever the number of calls and kinds. The lease of a claim that is still under way
+        is looked at as soon as it is held.
+        """
+        with self._changed:
+            self._verify_asked_at[kind] = time.monotonic()
+            self._verify(kind)
+
+    def _verify(self, kind: str) -> None:
+        self._to_verify.add(kind)
+        if self._next_look_at < self._renew_wakes_at:
+            self._changed.notify_all()
 
     def drop(self, held: Held) -> None:
         """Renew this lease no more: its job is settled, or given up."""
@@ -115,8 +176,8 @@ class LeaseKeeper:
         """Renew what is due, until closed. Blocks its thread; an outage is logged and tried again."""
         try:
             self._connect_ahead()
-            while (due := self._wait_for_due()) is not None:
-                self._renew(due)
+            while (asked := self._wait_for_due()) is not None:
+                self._ask(asked)
         finally:
             self._disconnect()
 
@@ -139,44 +200,65 @@ class LeaseKeeper:
                 self._guard_wakes_at = min((each.guard for each in self._held), default=_NEVER)
                 self._sleep_until(self._guard_wakes_at)
 
-    def _wait_for_due(self) -> list[Held] | None:
-        """The leases to renew now; None when closed."""
+    def _wait_for_due(self) -> _Asked | None:
+        """The leases to ask about now; None when closed."""
         with self._changed:
             self._warn_of_standstill()  # (once a heartbeat, that is)
             while not self._closed:
-                now = time.monotonic()
-                if any(each.renew_at <= now for each in self._held):
-                    # Whatever comes due soon travels with it: one statement for all.
-                    return [each for each in self._held if each.renew_at <= now + _slack(each)]
-                self._renew_wakes_at = min((each.renew_at for each in self._held), default=_NEVER)
+                if asked := self._due(time.monotonic()):
+                    return asked
+                looks_at = self._next_look_at if self._to_verify else _NEVER
+                self._renew_wakes_at = min([looks_at, *(each.ask_at for each in self._held)])
                 self._sleep_until(self._renew_wakes_at)
             return None
+
+    def _due(self, now: float) -> _Asked:
+        asked: dict[Held, float | None] = {}
+        if self._to_verify and self._next_look_at <= now:
+            kinds, self._to_verify = self._to_verify, set()
+            asked = {each: None for each in self._held if each.claim.kind in kinds and not each.told}
+            if asked:
+                self._next_look_at = now + _LOOK_SPACING_SECONDS
+        if any(each.ask_at <= now for each in self._held):
+            # Whatever comes due soon travels with it: one statement for all.
+            asked |= {each: each.seconds for each in self._held if each.ask_at <= now + 0.2 * each.interval}
+        return asked
 
     def _sleep_until(self, wake_at: float) -> None:
         """Give up the lock until then, or until something changes."""
         self._changed.wait(None if wake_at == _NEVER else max(0.001, wake_at - time.monotonic()))
 
-    def _renew(self, due: Sequence[Held]) -> None:
+    def _ask(self, asked: _Asked) -> None:
+        """One statement for each table. What cannot be asked is asked again soon."""
+        unreachable = False
+        for renewals, group in _by_table(asked):
+            sent_at = time.monotonic()
+            try:
+                if not unreachable:
+                    self._ask_together(renewals, group)
+                    continue
+            except psycopg.Error as error:
+                _log.warning("renewal of %d leases failed, trying again: %s", len(group), type(error).__name__)
+                unreachable = self._connection is None or self._connection.broken
+                self._disconnect()
+            for held in group:
+                held.ask_at = sent_at + min(_ERROR_PAUSE_SECONDS, held.lease.ttl.total_seconds() / 10)
+
+    def _ask_together(self, renewals: Renewals, asked: _Asked) -> None:
         sent_at = time.monotonic()
-        leases = [(held.claim, held.lease.ttl.total_seconds()) for held in due]
-        try:
-            renewed = send_sync(self._connected(), renew_leases(self._settings.tables, leases))
-        except psycopg.Error as error:
-            _log.warning("renewal of %d leases failed, trying again: %s", len(due), type(error).__name__)
-            self._disconnect()
-            for held in due:
-                held.renew_at = sent_at + min(_ERROR_PAUSE_SECONDS, held.lease.ttl.total_seconds() / 10)
-            return
-        for held in due:
-            answer = renewed[held.claim.id]
+        answers = send_sync(self._connected(), renewals([(held.claim, seconds) for held, seconds in asked.items()]))
+        for held, seconds in asked.items():
+            answer = answers.get(held.claim.id, _LOST)
             match answer.verdict:
                 case "done":
-                    held.guard = _guard(held.lease, sent_at)
-                    held.renew_at = sent_at + cast("timedelta", held.lease.heartbeat).total_seconds()
+                    if seconds is not None:
+                        held.guard = _guard(held.lease, sent_at)
+                    if seconds == held.seconds:
+                        held.ask_at = sent_at + held.interval
                     if answer.cancel_requested:
                         held.tell("cancel")
                 case "busy":  # somebody holds the row's lock, which says nothing about the lease
-                    held.renew_at = time.monotonic() + _BUSY_PAUSE_SECONDS
+                    held.ask_at = time.monotonic() + _BUSY_PAUSE_SECONDS
                 case "lost" | "expired":
                     held.tell("lost")
                     self.drop(held)
@@ -185,13 +267,10 @@ class LeaseKeeper:
         if self._connection is None or self._connection.closed:
             self._connection = psycopg.connect(conninfo(self._settings.dsn, "lease"), autocommit=True)
             self._connection.execute(session_settings(self._deadline))
+            self._connection.execute(_LOCK_TIMEOUT)
         return self._connection
 
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-def _slack(held: Held) -> float:
-    return 0.2 * held.lease.heartbeat.total_seconds() if held.lease.heartbeat is not None else 0.0

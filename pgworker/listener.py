@@ -1,7 +1,7 @@
 """The LISTEN side: one connection a process whose notifications wake the runners; the poll finds whatever it misses.
 
-Payloads on the channel: `r:KIND` jobs of the kind are ready, `p:...` a listener's question to itself, `c:KIND` control
-and `d:KIND` results (nobody here waits for those two). Anything else pokes everyone.
+Payloads on the channel: those that hints.py tells of, and `p:...`, a listener's question to itself. Anything else
+pokes everyone.
 """
 
 from __future__ import annotations
@@ -10,26 +10,25 @@ import logging
 import random
 import secrets
 import traceback
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
+from itertools import chain
 from typing import TypeAlias
 
 import anyio
 import psycopg
 from psycopg import sql
-from psycopg.conninfo import make_conninfo
 from psycopg.rows import TupleRow
 
 _log = logging.getLogger(__name__)
 
 _CONNECT_SECONDS = 30.0  # over all hosts of the DSN; each has its own connect_timeout
 _UNLISTEN_SECONDS = 1.0
-# No notification is worth waiting for the disk or a standby. The setting is local to the statement: behind a pooler of
-# transactions, SET would turn off durability for a stranger.
+# (why that setting, and why not by SET: see hints.py)
 _NOTIFY = "select pg_catalog.set_config('synchronous_commit', 'off', true), pg_catalog.pg_notify(%s, %s)"
 
 _Connection: TypeAlias = psycopg.AsyncConnection[TupleRow]
-_Callback: TypeAlias = Callable[[], None]
 
 
 class Wake:
@@ -68,15 +67,11 @@ class _StandbyError(_CannotHearError):
 
 
 class Listener:
-    """Holds the LISTEN connection of a process, proves that it hears, and calls the subscribers.
-
-    `connect_kwargs` are libpq keywords and win over those in `conninfo`; keepalives and tcp_user_timeout belong there.
-    """
+    """Holds the LISTEN connection of a process, proves that it hears, and calls the subscribers."""
 
     def __init__(
         self,
         conninfo: str,
-        connect_kwargs: Mapping[str, object],
         *,
         channel: str,
         probe_interval: float = 30.0,
@@ -84,20 +79,28 @@ class Listener:
         first_delay: float = 0.1,
         max_delay: float = 2.0,
     ) -> None:
-        self._conninfo = make_conninfo(conninfo, **{name: str(value) for name, value in connect_kwargs.items()})
+        self._conninfo = conninfo
         self._channel = channel
         self._probe_interval = probe_interval
         self._probe_timeout = probe_timeout
         self._first_delay = first_delay
         self._max_delay = max_delay
-        self._wakes: dict[str, list[_Callback]] = {}
+        self._callbacks: defaultdict[str, list[Callable[[], None]]] = defaultdict(list)  # by payload
         self._probe = ""
         self._delay = first_delay
         self._told: set[str] = set()
 
     def subscribe(self, kind: str, wake: Callable[[], None]) -> None:
         """Call `wake` in the loop's thread when jobs of the kind are ready, and when hints may have been missed."""
-        self._wakes.setdefault(kind, []).append(wake)
+        self._callbacks[f"r:{kind}"].append(wake)
+
+    def subscribe_control(self, kind: str, callback: Callable[[], None]) -> None:
+        """As subscribe, for when somebody superseded or cancelled jobs of the kind that run, or paused it."""
+        self._callbacks[f"c:{kind}"].append(callback)
+
+    def subscribe_done(self, kind: str, callback: Callable[[], None]) -> None:
+        """As subscribe, for when jobs of the kind have ended."""
+        self._callbacks[f"d:{kind}"].append(callback)
 
     async def run(self) -> None:
         """Listen until cancelled, which closes the connection; an outage is logged once and outwaited, never raised."""
@@ -201,14 +204,12 @@ class Listener:
             await connection.execute("unlisten *")
 
     def _dispatch(self, payload: str) -> None:
-        prefix, _, name = payload.partition(":")
-        match prefix:
-            case "r":
-                _call(self._wakes.get(name, []))
+        match payload.partition(":")[0]:
+            case "r" | "c" | "d":
+                for callback in self._callbacks.get(payload, ()):
+                    callback()
             case "p":
                 self._hear_probe(payload)
-            case "c" | "d":
-                pass
             case _:
                 self._poke_all()
 
@@ -222,16 +223,11 @@ class Listener:
             _log.info("notifications arrive again channel=%s", self._channel)
 
     def _poke_all(self) -> None:
-        for callbacks in self._wakes.values():
-            _call(callbacks)
+        for callback in chain.from_iterable(self._callbacks.values()):
+            callback()
 
     def _tell_once(self, trouble: str, message: str, *arguments: object) -> None:
         """Warn of each kind of trouble once, until notifications arrive again."""
         if trouble not in self._told:
             self._told.add(trouble)
             _log.warning(message, *arguments)
-
-
-def _call(callbacks: list[_Callback]) -> None:
-    for callback in callbacks:
-        callback()

@@ -97,6 +97,8 @@ class Policy:
     """Whether a new revision may start at once, beside the run that it supersedes, or when that one's lease ends."""
     results: Literal["poll", "notify"] = "poll"
     """How those who wait for results learn of them: by looking once a second, or by a notification, too."""
+    result_ttl: timedelta | None = None
+    """For how long a result is kept (None: as long as its job)."""
 
     def __post_init__(self) -> None:
         _check(
@@ -108,6 +110,10 @@ class Policy:
         _check(
             holds=self.timeout is None or timedelta(0) < self.timeout <= _LONGEST,
             message=f"timeout must be positive, got {self.timeout}",
+        )
+        _check(
+            holds=self.result_ttl is None or timedelta(0) < self.result_ttl <= _LONGEST,
+            message=f"result_ttl must be positive, got {self.result_ttl}",
         )
         for name, limit in (("max_attempts", self.max_attempts), ("max_evictions", self.max_evictions)):
             _check(holds=limit is None or limit >= 1, message=f"{name} must be at least 1 or None, got {limit}")
@@ -236,6 +242,7 @@ class PolicyOptions(TypedDict, total=False):
     singly: bool
     supersede: Literal["now", "wait"]
     results: Literal["poll", "notify"]
+    result_ttl: timedelta | None
 
 
 UNLIMITED = -1

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Protocol
 from uuid import UUID
 
-from pgworker import statements
+from pgworker import statements, tablestatements
 from pgworker.job import Claim
 from pgworker.kind import Kind
 from pgworker.outcome import Settlement, Success
-from pgworker.statements import BEGINNING, FACTS, Answer, Due, Lane, Reaped, Renewal, Statement
+from pgworker.statements import BEGINNING, FACTS, Answer, Cursor, Due, Lane, Reaped, Renewal, Statement
 from pgworker.tablemap import TableMap
+from pgworker.tablestatements import OwnTable
 
 
 class Renewals(Protocol):
@@ -53,10 +53,13 @@ class Queue(Protocol):
         ...
 
     def check(self, claim: Claim) -> Statement[int | None]:
-        """The job's generation if it is still ours; at the start of a transaction that will finish it."""
+        """The claim's generation if the job is still ours, another if it is ours but there is new work, else None.
+
+        For the start of a transaction that will finish it.
+        """
         ...
 
-    def reap(self, lane: Lane, *, limit: int, after: tuple[datetime, int] = BEGINNING) -> Statement[Reaped]:
+    def reap(self, lane: Lane, *, limit: int, after: Cursor = BEGINNING) -> Statement[Reaped]:
         """End or free expired leases, reading at most `limit` jobs."""
         ...
 
@@ -122,7 +125,7 @@ class JobsTable:
         """See Queue."""
         return statements.check_fence(self.tables, claim)
 
-    def reap(self, lane: Lane, *, limit: int, after: tuple[datetime, int] = BEGINNING) -> Statement[Reaped]:
+    def reap(self, lane: Lane, *, limit: int, after: Cursor = BEGINNING) -> Statement[Reaped]:
         """See Queue."""
         return statements.reap_expired(
             self.tables,
@@ -132,4 +135,73 @@ class JobsTable:
             max_evictions=self.kind.policy.max_evictions,
             after=after,
             facts=self._facts,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RowRenewals:
+    """The leases on the rows of one app's table, whatever the kinds that it is the queue of."""
+
+    table: OwnTable
+
+    def __call__(self, leases: Sequence[tuple[Claim, float | None]]) -> Statement[dict[int, Renewal]]:
+        """See Renewals."""
+        return tablestatements.renew_rows(self.table, leases)
+
+
+@dataclass(frozen=True, slots=True)
+class RowsQueue:
+    """The queue of one kind in an app's own table. It writes no facts and, without a column for them, no results."""
+
+    tables: TableMap
+    kind: Kind
+    table: OwnTable
+
+    @property
+    def _ttl_seconds(self) -> float:
+        return self.kind.policy.lease.ttl.total_seconds()
+
+    @property
+    def renewals(self) -> Renewals:
+        """See Queue."""
+        return RowRenewals(self.table)
+
+    def survey(self) -> Statement[list[Due]]:
+        """See Queue."""
+        return tablestatements.survey_table(self.table, self.tables, self.kind.name)
+
+    def claim(self, lane: Lane, *, limit: int, token: UUID, runner: str) -> Statement[list[Claim]]:
+        """See Queue."""
+        return tablestatements.claim_rows(
+            self.table,
+            self.tables,
+            lane,
+            limit=limit,
+            token=token,
+            runner=runner,
+            ttl_seconds=self._ttl_seconds,
+            max_evictions=self.kind.policy.max_evictions,
+        )
+
+    def finish(self, finished: Sequence[tuple[Claim, Success]]) -> Statement[dict[int, Answer]]:
+        """See Queue."""
+        return tablestatements.finish_rows(self.table, finished)
+
+    def settle(self, settled: Sequence[tuple[Claim, Settlement]]) -> Statement[dict[int, Answer]]:
+        """See Queue."""
+        return tablestatements.settle_rows(self.table, settled)
+
+    def check(self, claim: Claim) -> Statement[int | None]:
+        """See Queue."""
+        return tablestatements.check_row(self.table, claim)
+
+    def reap(self, lane: Lane, *, limit: int, after: Cursor = BEGINNING) -> Statement[Reaped]:
+        """See Queue."""
+        return tablestatements.reap_rows(
+            self.table,
+            lane,
+            limit=limit,
+            ttl_seconds=self._ttl_seconds,
+            max_evictions=self.kind.policy.max_evictions,
+            after=after,
         )

@@ -1,13 +1,31 @@
-"""What the two halves of the front door share: the kinds of an app, its settings, and its sender of hints."""
+"""What the two halves of the front door share: the kinds of an app, its settings, its flows and their hints."""
 
 from __future__ import annotations
 
-from pgworker.client import PutMany
-from pgworker.config import Settings, connect_options
-from pgworker.errors import ConfigError, UnknownKind
+from collections.abc import Sequence
+from datetime import datetime, timedelta
+from functools import partial
+from typing import Final, cast
+
+import psycopg
+from psycopg.pq import ConnStatus, TransactionStatus
+from psycopg_pool import PoolTimeout
+
+from pgworker import verbs
+from pgworker.client import put_jobs
+from pgworker.config import Settings, conninfo
+from pgworker.db import AnyAsyncConnection, AnySyncConnection, Flow
+from pgworker.errors import ConfigError, DatabaseUnavailable, PgworkerError, UnknownKind
 from pgworker.hints import Hints
-from pgworker.job import Enqueued
+from pgworker.job import Enqueued, IfPending, NewJob
 from pgworker.kind import Kind
+from pgworker.operations import current_transaction, resume_kind
+from pgworker.policy import STORE_TIMEOUT
+from pgworker.verbs import Progress, Selection
+from pgworker.waiter import Results
+
+DOOR_CONNECTIONS: Final = 4
+"""The most connections of one of the door's pools."""
 
 
 class Registry:
@@ -19,6 +37,7 @@ class Registry:
         self._listen_dsn = listen_dsn
         self._settings: Settings | None = None
         self._hints: Hints | None = None
+        self.results = Results()
         self._kinds: dict[str, Kind] = {}
 
     @property
@@ -31,8 +50,7 @@ class Registry:
     def configure(self, *, dsn: str | None, schema: str | None, listen_dsn: str | None) -> None:
         """Settings that win over the earlier ones. Raises ConfigError after first use."""
         if self._settings is not None:
-            msg = "the app is in use already: configure it before its first enqueue or run"
-            raise ConfigError(msg)
+            raise ConfigError("the app is in use already: configure it before its first enqueue or run")
         if dsn is not None:
             self._dsn, self._listen_dsn = dsn, None  # the old one may lead to another database
         self._schema = schema or self._schema
@@ -46,32 +64,117 @@ class Registry:
     def add(self, kind: Kind) -> None:
         """Register a kind. Raises ConfigError for a name that is taken."""
         if kind.name in self._kinds:
-            msg = f"kind {kind.name!r} is registered already"
-            raise ConfigError(msg)
+            raise ConfigError(f"kind {kind.name!r} is registered already")
         self._kinds[kind.name] = kind
 
     def known(self, name: str) -> Kind:
         """The kind of this name. Raises UnknownKind."""
         if name not in self._kinds:
             known = ", ".join(sorted(self._kinds)) or "none yet"
-            msg = f"unknown kind {name!r} (known: {known}); a kind handled elsewhere is made known by app.declare()"
-            raise UnknownKind(msg)
+            raise UnknownKind(
+                f"unknown kind {name!r} (known: {known}); a kind handled elsewhere is made known by app.declare()"
+            )
         return self._kinds[name]
+
+    def in_jobs_table(self, name: str) -> Kind:
+        """As known, but raises ConfigError for a kind whose jobs are rows of the app's own table."""
+        kind = self.known(name)
+        if kind.queue is not None:
+            raise ConfigError(
+                f"the jobs of kind {name!r} are the rows of {kind.queue.table}, which the app writes and reads itself; "
+                "after a change it calls app.notify()"
+            )
+        return kind
 
     def handled(self) -> list[str]:
         """The names of the kinds that have a handler."""
         return [kind.name for kind in self._kinds.values() if kind.handler is not None]
 
-    def hint(self, kind: str, put: PutMany, *, committed: bool) -> list[Enqueued]:
-        """Wake the workers: at once if what was put is committed, else when its transaction is."""
+    @property
+    def hints(self) -> Hints:
+        """The sender of hints, made at first use."""
+        if self._hints is None:
+            settings = self.settings
+            self._hints = Hints(conninfo(settings.dsn, "hints"), channel=settings.tables.channel)
+        return self._hints
+
+    # --- flows ------------------------------------------------------------------------------------------------------
+
+    def put(self, kind: str, jobs: Sequence[NewJob], *, if_pending: IfPending, committed: bool) -> Flow[list[Enqueued]]:
+        """Enqueue, and wake the workers: at once if what was put is committed, else when its transaction is."""
+        put = yield from put_jobs(self.settings.tables, self.in_jobs_table(kind), jobs, if_pending=if_pending)
         if put.transaction is not None:
-            if self._hints is None:
-                settings = self.settings
-                self._hints = Hints(settings.dsn, connect_options("hints"), channel=settings.tables.channel)
-            self._hints.ready(kind, transaction=None if committed else put.transaction)
+            transaction = None if committed else put.transaction
+            self.hints.ready(kind, transaction=transaction)
+            if any(each.status == "superseded" for each in put.enqueued):
+                self.hints.control(kind, transaction=transaction)
         return put.enqueued
 
+    def notify(self, kind: str, *, committed: bool) -> Flow[None]:
+        """Wake the workers: at once, or when the transaction that the flow is driven in is committed."""
+        known = self.known(kind)
+        transaction = None if committed else (yield current_transaction(self.settings.tables))
+        self.hints.ready(kind, transaction=transaction)
+        if known.queue is not None:  # the app may have changed a row that is being worked on
+            self.hints.control(kind, transaction=transaction)
+
+    def reopen(self, kind: str, chosen: Selection, progress: Progress | None, *, rebuild: bool) -> Flow[int]:
+        """Retry or rebuild jobs; the workers are woken by the first of them."""
+        known = self.in_jobs_table(kind)
+        ready = partial(self.hints.ready, kind)
+        return verbs.reopen(self.settings.tables, known, chosen, rebuild=rebuild, progress=progress, ready=ready)
+
+    def cancel(self, kind: str, chosen: Selection, progress: Progress | None) -> Flow[int]:
+        """Cancel jobs; the runners of those that run are told at once."""
+        known = self.in_jobs_table(kind)
+        control = partial(self.hints.control, kind)
+        return verbs.cancel(self.settings.tables, known, chosen, progress=progress, control=control)
+
+    def forget(self, kind: str, key: str) -> Flow[bool]:
+        """Delete a job and its result; its runner is told at once."""
+        known = self.in_jobs_table(kind)
+        return verbs.forget(self.settings.tables, known, key, control=partial(self.hints.control, kind))
+
+    def pause(self, kind: str, *, until: datetime | None, for_: timedelta | float | None, code: str) -> Flow[None]:
+        """Pause a kind; its runners are told at once."""
+        yield from verbs.pause(self.settings.tables, self.known(kind).name, until=until, for_=for_, code=code)
+        self.hints.control(kind)
+
+    def resume(self, kind: str) -> Flow[bool]:
+        """End a kind's pause; its runners are woken."""
+        paused = yield resume_kind(self.settings.tables, self.known(kind).name)
+        if paused:
+            self.hints.ready(kind)
+        return cast("bool", paused)
+
     def close(self) -> None:
-        """Send what hints are left, waiting a second at most."""
+        """End the waits for results and send what hints are left, a second for each at most."""
+        self.results.close()
         if self._hints is not None:
             self._hints.close()
+
+
+def unavailable(error: BaseException) -> DatabaseUnavailable:
+    """What to raise for a call that got no connection, or no answer, in time."""
+    seconds = STORE_TIMEOUT.total_seconds()
+    if isinstance(error, PoolTimeout):
+        return DatabaseUnavailable(f"no connection to the database within {seconds:g} s: nothing was sent")
+    return DatabaseUnavailable(f"the database did not answer within {seconds:g} s; what was sent may have been written")
+
+
+def check_connection(conn: object, wanted: type[object], other_door: str) -> None:
+    """Raise TypeError for a connection of another kind, PgworkerError for one that cannot carry an enqueue."""
+    if not isinstance(conn, wanted):
+        given = type(conn)
+        of_other_door = isinstance(conn, (psycopg.Connection, psycopg.AsyncConnection))
+        hint = f"; use {other_door}.enqueue or .notify for it" if of_other_door else ""
+        raise TypeError(f"conn must be a psycopg.{wanted.__name__} here, got {given.__module__}.{given.__name__}{hint}")
+    info = cast("AnyAsyncConnection | AnySyncConnection", conn).info
+    if info.status != ConnStatus.OK:
+        raise PgworkerError("this connection is closed")
+    if info.encoding == "ascii":
+        raise PgworkerError(
+            "this connection's client_encoding is SQL_ASCII, by which no text can be told from bytes: set it to UTF8"
+        )
+    if info.transaction_status == TransactionStatus.INERROR:
+        raise PgworkerError("this connection's transaction has failed: roll it back first")

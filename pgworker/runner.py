@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from typing import Literal, TypeAlias
 
 import anyio
 import anyio.abc
 import psycopg
 
+from pgworker.applier import Applier
 from pgworker.attempt import Attempt, Tools
 from pgworker.claimer import Claimer, ClaimRefused, Taken
-from pgworker.db import Database, SyncDatabase
 from pgworker.errors import AlreadyRunning
-from pgworker.events import Event, Events, JobLost, JobSettled, RunnerTrouble
+from pgworker.events import Event, JobSettled, RunnerTrouble
 from pgworker.executors import Executor
 from pgworker.executors.guest import is_stopping
 from pgworker.executors.inline import InlineExecutor
@@ -27,49 +23,14 @@ from pgworker.executors.thread import ThreadExecutor
 from pgworker.finisher import Finisher
 from pgworker.job import Claim, Job
 from pgworker.kind import Kind
-from pgworker.leases import LeaseKeeper
 from pgworker.listener import Wake
-from pgworker.middleware import Middleware, Next, compose
+from pgworker.middleware import Next, compose
 from pgworker.outcome import HANDLER_PANIC, QUEUE_RELEASE_FAILED, Result, Settlement
+from pgworker.pauses import Pauses
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.queue import Queue
-
-Lifecycle: TypeAlias = Literal["stopped", "running", "retrying", "paused"]
-
-
-@dataclass(frozen=True, slots=True)
-class RunnerStatus:
-    """A runner at one moment, counted from its start. `last_error` is a safe code, cleared by the next success."""
-
-    kind: str
-    lifecycle: Lifecycle
-    in_flight: int = 0
-    claimed: int = 0
-    succeeded: int = 0
-    retried: int = 0
-    failed: int = 0
-    parked: int = 0
-    cancelled: int = 0
-    released: int = 0
-    superseded: int = 0
-    """Runs whose outcome was dropped because their lease was gone; no errors."""
-    last_error: str | None = None
-    retry_in_seconds: float | None = None
-    last_success_at: datetime | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Shared:
-    """What the runners of one process have in common."""
-
-    name: str
-    database: Database
-    apply_database: Database
-    """For the app's own writes, which may take their time: they must not hold up the runtime's statements."""
-    sync_apply_database: SyncDatabase
-    leases: LeaseKeeper
-    events: Events
-    middleware: Sequence[Middleware] = ()
+from pgworker.shared import Shared
+from pgworker.status import RunnerStatus, Tally
 
 
 class Runner:
@@ -80,13 +41,10 @@ class Runner:
         self.wake = Wake()
         self._queue = queue
         self._shared = shared
-        self._claimer = Claimer(queue, shared.database, shared.name)
+        self._claimer = Claimer(queue, shared.database, shared.name, kind.policy.weights)
+        self._pauses = Pauses(kind.name, shared, tell=self._note, give_up_at=self._give_up_at)
+        self._tally = Tally(kind.name)
         self._running = False
-        self._counts: Counter[str] = Counter()
-        self._last_error: str | None = None
-        self._last_success_at: datetime | None = None
-        self._retry_at = 0.0
-        self._paused_until = 0.0
         self._reset()
 
     def _reset(self) -> None:
@@ -147,16 +105,17 @@ class Runner:
             self._reset()  # now and not at the start: a stop that came before the start counts
 
     async def _run(self) -> None:
-        finisher = Finisher(
-            self.kind,
-            self._queue,
-            database=self._shared.database,
-            apply_database=self._shared.apply_database,
-            sync_apply_database=self._shared.sync_apply_database,
+        finisher = Finisher(self.kind, self._queue, self._shared, tell=self._note, give_up_at=self._give_up_at)
+        tools = Tools(
+            kind=self.kind,
+            call=self._compose(),
+            leases=self._shared.leases,
+            renewals=self._queue.renewals,
+            finisher=finisher,
+            applier=Applier(self.kind, self._queue, self._shared, finisher=finisher, tell=self._note),
+            pauses=self._pauses,
             tell=self._note,
-            give_up_at=self._give_up_at,
         )
-        tools = Tools(self.kind, self._compose(), self._shared.leases, finisher, self._note)
         async with anyio.create_task_group() as helpers:
             helpers.start_soon(finisher.run)
             async with anyio.create_task_group() as calls:
@@ -198,9 +157,8 @@ class Runner:
                 free = await self._free_slots()
                 if not full and self.kind.window:
                     await anyio.sleep(self.kind.window.total_seconds())
-                if self._paused_until > time.monotonic():
-                    await anyio.sleep(self._paused_until - time.monotonic())
-                    continue  # a call may have made the pause longer
+                if await self._pauses.wait_out():
+                    continue  # more jobs may have come for the window
                 self.wake.clear()  # before the claim: a hint from here on is for the next round
                 taken = await self._claim(free * self.kind.call_size)
                 if taken is not None:
@@ -218,7 +176,8 @@ class Runner:
             await self._give_back(refusal.claims)
             await anyio.sleep(self.kind.policy.poll.total_seconds())
             return None
-        if self._stopping.is_set():
+        self._pauses.observe(paused=taken.paused, asked_at=taken.asked_at)
+        if self._stopping.is_set() or self._pauses.hold:  # it came while the claim was under way
             await self._give_back(taken.claims)
             return None
         return await self._set_apart(taken)
@@ -264,13 +223,13 @@ class Runner:
         except (psycopg.Error, TimeoutError) as error:
             self._note(RunnerTrouble(self.kind.name, QUEUE_RELEASE_FAILED, type(error).__name__))
         else:
-            self._counts["released"] += sum(answer.verdict == "done" for answer in answers.values())
+            self._tally.add("released", sum(answer.verdict == "done" for answer in answers.values()))
 
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def _start(self, calls: anyio.abc.TaskGroup, tools: Tools, taken: Taken) -> None:
         """Begin a call for each slot's worth of claims."""
-        self._counts["claimed"] += len(taken.claims)
+        self._tally.add("claimed", len(taken.claims))
         for first in range(0, len(taken.claims), self.kind.call_size):
             claims = taken.claims[first : first + self.kind.call_size]
             attempt = Attempt(tools, claims, sent_at=taken.sent_at)
@@ -289,8 +248,6 @@ class Runner:
         except Exception as error:  # noqa: BLE001 - a fault of ours in one call must not take the whole worker along
             self._lost_track(error)
         finally:
-            if attempt.pause_seconds:
-                self._paused_until = max(self._paused_until, time.monotonic() + attempt.pause_seconds)
             del self._attempts[attempt]
             if attempt is self._last_chance:
                 self._last_chance = None
@@ -306,54 +263,16 @@ class Runner:
 
     def status(self) -> RunnerStatus:
         """How this runner fares right now; the lifecycle is derived, never stored."""
-        now = time.monotonic()
-        retry_at = max(self._retry_at, self._paused_until)
-        counts = {name: self._counts[name] for name in _COUNTED}
-        return RunnerStatus(
-            self.kind.name,
-            self._lifecycle(now),
-            in_flight=sum(self._attempts.values()),
-            last_error=self._last_error,
-            retry_in_seconds=round(retry_at - now, 3) if retry_at > now else None,
-            last_success_at=self._last_success_at,
-            **counts,
-        )
-
-    def _lifecycle(self, now: float) -> Lifecycle:
-        if not self._running:
-            return "stopped"
-        if self._paused_until > now:
-            return "paused"
-        return "retrying" if self._last_error is not None or self._retry_at > now else "running"
+        in_flight = sum(self._attempts.values())
+        paused, until = self._pauses.in_table, self._pauses.until
+        return self._tally.status(running=self._running, in_flight=in_flight, paused=paused, paused_until=until)
 
     def _note(self, event: Event) -> None:
         """Count what happened, then tell it on."""
-        match event:
-            case JobSettled():
-                self._counts[_counter(event)] += 1
-                if event.state == "succeeded":
-                    self._last_error = None
-                    self._last_success_at = datetime.now(UTC)
-                elif event.counted:
-                    self._last_error = event.code
-                    self._retry_at = max(self._retry_at, time.monotonic() + (event.retry_in_seconds or 0))
-                    self.wake.set()  # the next survey sees when the job is due again, which may be before the next poll
-            case JobLost():
-                self._counts["superseded"] += 1
-            case RunnerTrouble():
-                self._last_error = event.code
+        self._tally.note(event)
+        if isinstance(event, JobSettled) and event.counted and event.state != "succeeded":
+            self.wake.set()  # the next survey sees when the job is due again, which may be before the next poll
         self._shared.events.tell(event)
-
-
-_COUNTED = ("claimed", "succeeded", "retried", "failed", "parked", "cancelled", "released", "superseded")
-
-
-def _counter(event: JobSettled) -> str:
-    if event.state != "pending":
-        return event.state
-    if event.counted:
-        return "retried"
-    return "released" if event.code is None else "parked"
 
 
 async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:

@@ -26,7 +26,10 @@ _TABLE = re.compile(r"\{(\w+)\}")
 FACTS: Mapping[Facts, int] = {"none": 0, "exceptional": 1, "all": 2}
 """How much of what happens a statement writes into the journal."""
 
-BEGINNING = (datetime.min.replace(tzinfo=UTC), -1)
+Cursor: TypeAlias = tuple[datetime, int | str]
+"""Where a page ended: the last row's ready_at, and what tells it from rows with the same (its id, its key)."""
+
+BEGINNING: Cursor = (datetime.min.replace(tzinfo=UTC), -1)
 """A cursor before every job of a lane."""
 
 
@@ -86,7 +89,7 @@ class Reaped(NamedTuple):
     read: int
     ended_or_freed: int
     freed: int
-    cursor: tuple[datetime, int] | None
+    cursor: Cursor | None
 
 
 class KindCount(NamedTuple):
@@ -123,15 +126,24 @@ class Insert:
     payload: str
 
 
+def template(name: str) -> str:
+    """The text of queries/<name>.sql without comments (the server need not parse them each time)."""
+    text = resources.files("pgworker.queries").joinpath(f"{name}.sql").read_text(encoding="utf-8")
+    return _COMMENT.sub("", text).strip()
+
+
 @cache
 def render(name: str, tables: TableMap) -> bytes:
-    """The text of queries/<name>.sql for these tables, without comments (the server need not parse them each time)."""
-    text = resources.files("pgworker.queries").joinpath(f"{name}.sql").read_text(encoding="utf-8")
-    bare = _COMMENT.sub("", text).strip()
-    return _TABLE.sub(lambda match: tables.qualified(match[1]), bare).encode()
+    """The text of queries/<name>.sql for these tables."""
+    return _TABLE.sub(lambda match: tables.qualified(match[1]), template(name)).encode()
 
 
-def _after_ready(cursor: tuple[datetime, int]) -> datetime | str:
+def statement(name: str, tables: TableMap, parameters: Parameters, read: Callable[[Sequence[Row]], T]) -> Statement[T]:
+    """The statement of queries/<name>.sql for these tables."""
+    return Statement(name, render(name, tables), parameters, read)
+
+
+def after_ready(cursor: Cursor) -> datetime | str:
     """A cursor's instant; the beginning lies before everything that ready_at can be."""
     return "-infinity" if cursor == BEGINNING else cursor[0]
 
@@ -141,7 +153,8 @@ def read_rows(of: Callable[..., T]) -> Callable[[Sequence[Row]], list[T]]:
     return lambda rows: [of(*row) for row in rows]
 
 
-def _due(kind: object, urgency: object, priority: object, due_in_seconds: object, paused: object) -> Due:
+def due(kind: object, urgency: object, priority: object, due_in_seconds: object, paused: object) -> Due:
+    """One row of a survey."""
     lane = Lane(cast("str", kind), cast("int", urgency), cast("int", priority))
     return Due(lane, cast("float | None", due_in_seconds), cast("bool", paused))
 
@@ -150,7 +163,7 @@ def read_nothing(_rows: Sequence[Row]) -> None:
     """The reader of a statement that answers nothing."""
 
 
-def _fence(claims: Sequence[Claim]) -> dict[str, object]:
+def fence_of(claims: Sequence[Claim]) -> dict[str, object]:
     """The columns by which every write of a run proves that it still owns its rows."""
     return {
         "ids": [claim.id for claim in claims],
@@ -160,8 +173,23 @@ def _fence(claims: Sequence[Claim]) -> dict[str, object]:
     }
 
 
-def _answers(rows: Sequence[Row]) -> dict[int, Answer]:
+def read_answers(rows: Sequence[Row]) -> dict[int, Answer]:
+    """The reader of a finish or settle: answers by id."""
     return {cast("int", row[0]): Answer(cast("Verdict", row[1]), cast("State | None", row[2])) for row in rows}
+
+
+def read_renewals(rows: Sequence[Row]) -> dict[int, Renewal]:
+    """The reader of a renewal: answers by id."""
+    return {cast("int", row[0]): Renewal(cast("Verdict", row[1]), cast("bool", row[2])) for row in rows}
+
+
+def read_page(rows: Sequence[Row]) -> Reaped:
+    """The reader of a page of the reaper, which is one row or, if it read nothing, none."""
+    if not rows:
+        return Reaped(0, 0, 0, None)
+    count, done, freed, ready_at, last = rows[0]
+    cursor = (cast("datetime", ready_at), cast("int | str", last))
+    return Reaped(cast("int", count), cast("int", done), cast("int", freed), cursor)
 
 
 def insert_jobs(
@@ -178,9 +206,9 @@ def insert_jobs(
 
     With `wait` a job that supersedes a running one is ready only when that lease would have ended.
     """
-    return Statement(
+    return statement(
         "insert_jobs",
-        render("insert_jobs", tables),
+        tables,
         {
             "kind": kind,
             "keys": [job.key for job in jobs],
@@ -202,12 +230,7 @@ def insert_jobs(
 
 def survey_lanes(tables: TableMap, kinds: Sequence[str]) -> Statement[list[Due]]:
     """The lanes of these kinds that have unfinished jobs, in the order in which they are to be claimed."""
-    return Statement(
-        "survey_lanes",
-        render("survey_lanes", tables),
-        {"kinds": list(kinds)},
-        lambda rows: [_due(*row) for row in rows],
-    )
+    return statement("survey_lanes", tables, {"kinds": list(kinds)}, read_rows(due))
 
 
 def claim_jobs(
@@ -220,13 +243,13 @@ def claim_jobs(
     ttl_seconds: float,
     max_evictions: int | None,
     version: int,
-    after: tuple[datetime, int] = BEGINNING,
+    after: Cursor = BEGINNING,
     facts: int = 0,
 ) -> Statement[list[Claim]]:
     """Take up to `limit` ready jobs of a lane, in its order, under a token that was never used before."""
-    return Statement(
+    return statement(
         "claim_jobs",
-        render("claim_jobs", tables),
+        tables,
         {
             "kind": lane.kind,
             "class": lane.urgency,
@@ -237,7 +260,7 @@ def claim_jobs(
             "ttl": ttl_seconds,
             "max_evictions": max_evictions,
             "version": version,
-            "after_ready": _after_ready(after),
+            "after_ready": after_ready(after),
             "after_id": after[1],
             "facts": facts,
         },
@@ -251,13 +274,13 @@ def finish_jobs(
 ) -> Statement[dict[int, Answer]]:
     """Succeed these jobs of one kind and store their values; answers by id."""
     claims = [claim for claim, _ in finished]
-    parameters = _fence(claims) | {
+    parameters = fence_of(claims) | {
         "kind": kind,
         "generations": [claim.generation for claim in claims],
         "results": [success.value for _, success in finished],
         "facts": facts,
     }
-    return Statement("finish_jobs", render("finish_jobs", tables), parameters, _answers)
+    return statement("finish_jobs", tables, parameters, read_answers)
 
 
 def settle_jobs(
@@ -265,7 +288,7 @@ def settle_jobs(
 ) -> Statement[dict[int, Answer]]:
     """Retry, park, release, fail or cancel these jobs of one kind; answers by id."""
     claims = [claim for claim, _ in settled]
-    parameters = _fence(claims) | {
+    parameters = fence_of(claims) | {
         "kind": kind,
         "generations": [claim.generation for claim in claims],
         "states": [settlement.state for _, settlement in settled],
@@ -275,7 +298,7 @@ def settle_jobs(
         "errors": [settlement.error_class for _, settlement in settled],
         "facts": facts,
     }
-    return Statement("settle_jobs", render("settle_jobs", tables), parameters, _answers)
+    return statement("settle_jobs", tables, parameters, read_answers)
 
 
 def renew_leases(tables: TableMap, leases: Sequence[tuple[Claim, float | None]]) -> Statement[dict[int, Renewal]]:
@@ -284,16 +307,11 @@ def renew_leases(tables: TableMap, leases: Sequence[tuple[Claim, float | None]])
     One without seconds is only looked at, without a lock: done while it is ours, else lost.
     """
     claims = [claim for claim, _ in leases]
-    parameters = _fence(claims) | {
+    parameters = fence_of(claims) | {
         "kinds": [claim.kind for claim in claims],
         "ttls": [ttl_seconds for _, ttl_seconds in leases],
     }
-    return Statement(
-        "renew_leases",
-        render("renew_leases", tables),
-        parameters,
-        lambda rows: {cast("int", row[0]): Renewal(cast("Verdict", row[1]), cast("bool", row[2])) for row in rows},
-    )
+    return statement("renew_leases", tables, parameters, read_renewals)
 
 
 def reap_expired(
@@ -303,7 +321,7 @@ def reap_expired(
     limit: int,
     ttl_seconds: float,
     max_evictions: int | None,
-    after: tuple[datetime, int],
+    after: Cursor,
     facts: int = 0,
 ) -> Statement[Reaped]:
     """Read up to `limit` due jobs of a lane after the cursor, and end or free those whose lease has expired."""
@@ -314,26 +332,18 @@ def reap_expired(
         "limit": limit,
         "ttl": ttl_seconds,
         "max_evictions": max_evictions,
-        "after_ready": _after_ready(after),
+        "after_ready": after_ready(after),
         "after_id": after[1],
         "facts": facts,
     }
-
-    def read(rows: Sequence[Row]) -> Reaped:
-        if not rows:
-            return Reaped(0, 0, 0, None)
-        count, done, freed, ready_at, last_id = rows[0]
-        cursor = (cast("datetime", ready_at), cast("int", last_id))
-        return Reaped(cast("int", count), cast("int", done), cast("int", freed), cursor)
-
-    return Statement("reap_expired", render("reap_expired", tables), parameters, read)
+    return statement("reap_expired", tables, parameters, read_page)
 
 
 def check_fence(tables: TableMap, claim: Claim) -> Statement[int | None]:
     """The job's generation if this claim still owns it; also readies the transaction for the app's own statements."""
-    return Statement(
+    return statement(
         "check_fence",
-        render("check_fence", tables),
+        tables,
         {"kind": claim.kind, "id": claim.id, "key": claim.key, "revision": claim.revision, "token": claim.token},
         lambda rows: cast("int | None", rows[0][0]),
     )
@@ -341,29 +351,20 @@ def check_fence(tables: TableMap, claim: Claim) -> Statement[int | None]:
 
 def report_runners(tables: TableMap, runner: str, statuses: Mapping[str, str], *, release: str) -> Statement[None]:
     """Say that the runners of this process live; `statuses` are JSON texts by kind."""
-    return Statement(
-        "report_runners",
-        render("report_runners", tables),
-        {
-            "runner": runner,
-            "kinds": list(statuses),
-            "statuses": list(statuses.values()),
-            "release": release,
-        },
-        read_nothing,
-    )
+    parameters = {"runner": runner, "kinds": list(statuses), "statuses": list(statuses.values()), "release": release}
+    return statement("report_runners", tables, parameters, read_nothing)
 
 
 def forget_runners(tables: TableMap, runner: str) -> Statement[None]:
     """Take this process's runners off the list."""
-    return Statement("forget_runners", render("forget_runners", tables), {"runner": runner}, read_nothing)
+    return statement("forget_runners", tables, {"runner": runner}, read_nothing)
 
 
 def list_runners(tables: TableMap) -> Statement[list[Presence]]:
     """The runners that reported themselves within the last day."""
-    return Statement("list_runners", render("list_runners", tables), {}, read_rows(Presence))
+    return statement("list_runners", tables, {}, read_rows(Presence))
 
 
 def count_jobs(tables: TableMap, *, bound: int) -> Statement[list[KindCount]]:
     """Jobs by kind and derived state; a count that reaches `bound` stands for that many or more."""
-    return Statement("count_jobs", render("count_jobs", tables), {"bound": bound}, read_rows(KindCount))
+    return statement("count_jobs", tables, {"bound": bound}, read_rows(KindCount))

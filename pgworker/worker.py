@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 
 import anyio
 import anyio.abc
@@ -19,18 +20,22 @@ import msgspec
 import psycopg
 
 from pgworker import schema
-from pgworker.config import Settings, connect_options, conninfo
-from pgworker.db import Database, SyncDatabase, session_settings
+from pgworker.config import Settings, conninfo
+from pgworker.db import Database, SyncConnection, SyncDatabase, session_settings
 from pgworker.errors import AlreadyRunning, ConfigError, DatabaseUnavailable
 from pgworker.events import Events
+from pgworker.hints import Hints
 from pgworker.kind import Kind
 from pgworker.leases import LeaseKeeper
 from pgworker.listener import Listener
-from pgworker.maintenance import reap_forever, report_forever, sign_off
+from pgworker.maintenance import expire_results_forever, reap_forever, report_forever, sign_off
 from pgworker.middleware import Middleware
 from pgworker.policy import STORE_TIMEOUT
-from pgworker.queue import JobsTable
-from pgworker.runner import Runner, RunnerStatus, Shared
+from pgworker.queue import JobsTable, Queue, RowsQueue
+from pgworker.runner import Runner
+from pgworker.shared import Shared
+from pgworker.status import RunnerStatus
+from pgworker.tablecheck import inspect
 
 _log = logging.getLogger("pgworker")
 
@@ -38,6 +43,7 @@ _CONNECTIONS = 4
 _SAY_EVERY_SECONDS = 10.0
 _ASK_EVERY_SECONDS = 0.5
 _BEAT_EVERY_SECONDS = 0.25
+_SHORT_LEASE = timedelta(seconds=1)
 
 
 class Worker:
@@ -47,19 +53,20 @@ class Worker:
         self, settings: Settings, kinds: Sequence[Kind], *, events: Events, middleware: Sequence[Middleware] = ()
     ) -> None:
         if not kinds:
-            msg = "a worker needs at least one kind with a handler"
-            raise ConfigError(msg)
+            raise ConfigError("a worker needs at least one kind with a handler")
         for kind in kinds:
             if kind.handler is None:
-                msg = f"kind {kind.name!r} is only declared here: register its handler with @app.kind({kind.name!r})"
-                raise ConfigError(msg)
+                raise ConfigError(
+                    f"kind {kind.name!r} is only declared here: register its handler with @app.kind({kind.name!r})"
+                )
         self.name = f"{socket.gethostname()}:{os.getpid()}:{secrets.token_hex(3)}"
         self._settings = settings
         self._kinds = kinds
         self._events = events
         self._middleware = middleware
+        self._hints = Hints(conninfo(settings.dsn, "hints"), channel=settings.tables.channel)
+        self._queues: dict[str, Queue] = {}
         self._runners: list[Runner] = []
-        self._running = False
         self._asked = anyio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: int | None = None
@@ -98,17 +105,15 @@ class Worker:
         Waits for a database that does not answer yet, at most `startup_timeout`; later outages end nothing. Raises
         DatabaseUnavailable, SchemaMissing, SchemaTooNew, and AlreadyRunning when it runs already.
         """
-        if self._running:
-            msg = "this worker runs already"
-            raise AlreadyRunning(msg)
-        self._running = True
+        if self._loop is not None:
+            raise AlreadyRunning("this worker runs already")
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         try:
             await self._wait_for_schema(startup_timeout)
             if not self._asked.is_set():
+                _warn_of_short_leases(self._kinds)
                 await self._run()
         finally:
-            self._running = False
             self._loop = self._thread = None
             self._asked = anyio.Event()
 
@@ -119,9 +124,17 @@ class Worker:
         sync_apply_database = SyncDatabase(dsn, "apply", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
         leases = LeaseKeeper(self._settings, deadline=STORE_TIMEOUT)
         shared = Shared(
-            self.name, database, apply_database, sync_apply_database, leases, self._events, self._middleware
+            self.name,
+            tables,
+            database,
+            apply_database,
+            sync_apply_database,
+            leases,
+            self._events,
+            self._hints.done,
+            self._middleware,
         )
-        self._runners = [Runner(kind, JobsTable(tables, kind), shared) for kind in self._kinds]
+        self._runners = [Runner(kind, self._queues[kind.name], shared) for kind in self._kinds]
         try:
             await database.open()
             await apply_database.open()
@@ -132,8 +145,10 @@ class Worker:
                 await sign_off(tables, database, self.name)
                 await database.close()
                 await apply_database.close()
-                # with a limiter of its own: the app's threads may fill the shared one, and a stop must come to its end
-                await anyio.to_thread.run_sync(sync_apply_database.close, limiter=anyio.CapacityLimiter(1))
+                # with a limiter of their own: the app's threads may fill the shared one, and a stop must come to an end
+                limiter = anyio.CapacityLimiter(1)
+                await anyio.to_thread.run_sync(sync_apply_database.close, limiter=limiter)
+                await anyio.to_thread.run_sync(self._hints.close, limiter=limiter)
 
     async def _run_runners(self, shared: Shared) -> None:
         """All runners side by side with what serves them. The lease keeper's threads outlive the last runner."""
@@ -156,10 +171,16 @@ class Worker:
 
     def _start_services(self, group: anyio.abc.TaskGroup, shared: Shared) -> None:
         tables, database = self._settings.tables, shared.database
-        listener = Listener(self._settings.listen_dsn, connect_options("listen"), channel=tables.channel)
+        listener = Listener(conninfo(self._settings.listen_dsn, "listen"), channel=tables.channel)
         for runner in self._runners:
-            listener.subscribe(runner.kind.name, runner.wake.set)
-            group.start_soon(reap_forever, JobsTable(tables, runner.kind), database, runner.wake.set)
+            kind = runner.kind.name
+            listener.subscribe(kind, runner.wake.set)
+            listener.subscribe_control(kind, partial(shared.leases.verify, kind))
+            listener.subscribe_control(kind, runner.wake.set)  # for a pause: the status shows it with the next survey
+            group.start_soon(reap_forever, self._queues[kind], database, runner.wake.set)
+            ttl = runner.kind.policy.result_ttl
+            if ttl is not None:
+                group.start_soon(expire_results_forever, tables, kind, ttl, database)
         group.start_soon(listener.run)
         group.start_soon(_beat_forever, shared.leases)
 
@@ -172,12 +193,14 @@ class Worker:
         say_at = time.monotonic()
         while True:
             try:
-                await anyio.to_thread.run_sync(_check_schema, self._settings, limiter=anyio.CapacityLimiter(1))
+                look_up = partial(_look_up, self._settings, self._kinds)
+                self._queues = await anyio.to_thread.run_sync(look_up, limiter=anyio.CapacityLimiter(1))
             except psycopg.OperationalError as error:
                 now = time.monotonic()
                 if now >= give_up_at:
-                    msg = f"the database did not answer within {within.total_seconds():g} s: {one_line(error)}"
-                    raise DatabaseUnavailable(msg) from error
+                    raise DatabaseUnavailable(
+                        f"the database did not answer within {within.total_seconds():g} s: {one_line(error)}"
+                    ) from error
                 if now >= say_at:
                     say_at = now + _SAY_EVERY_SECONDS
                     _log.warning("waiting for the database: %s", one_line(error))
@@ -194,11 +217,32 @@ def one_line(error: BaseException) -> str:
     return lines[-1].strip() if lines else type(error).__name__
 
 
-def _check_schema(settings: Settings) -> None:
+def _look_up(settings: Settings, kinds: Sequence[Kind]) -> dict[str, Queue]:
+    """Each kind's queue, once the schema has been found to be there, and the apps' own tables to fit."""
     with psycopg.connect(conninfo(settings.dsn, "start"), autocommit=True) as connection:
         # Nothing can cancel this thread, and somebody may hold a lock on what it reads.
         connection.execute(session_settings(STORE_TIMEOUT))
         schema.check(connection, settings.tables)
+        return {kind.name: _queue_of(connection, settings, kind) for kind in kinds}
+
+
+def _queue_of(connection: SyncConnection, settings: Settings, kind: Kind) -> Queue:
+    if kind.queue is None:
+        return JobsTable(settings.tables, kind)
+    table = inspect(connection, settings.tables, kind.name, kind.queue)
+    return RowsQueue(settings.tables, kind, table)
+
+
+def _warn_of_short_leases(kinds: Sequence[Kind]) -> None:
+    """They are for tests: a loop or an interpreter that is busy for so long is no lost worker, but looks like one."""
+    for kind in kinds:
+        ttl = kind.policy.lease.ttl
+        if ttl < _SHORT_LEASE:
+            _log.warning(
+                "a lease of %gs is lost whenever this process is busy for that long, and a job that loses it again and "
+                "again ends as evicted_too_often kind=%s: give it some seconds",
+                ttl.total_seconds(), kind.name,
+            )  # fmt: skip
 
 
 async def _beat_forever(leases: LeaseKeeper) -> None:

@@ -155,6 +155,22 @@ def result(admin: psycopg.Connection[Any], key: str, *, kind: str = "work") -> d
         return cursor.fetchone()
 
 
+def everything(admin: psycopg.Connection[Any], *, but: tuple[str, str]) -> dict[tuple[str, str], dict[str, Any]]:
+    """All job rows by (kind, key), except one: what a statement that writes to that one must leave alone."""
+    with admin.cursor(row_factory=dict_row) as cursor:
+        rows = cursor.execute("select * from pgworker.jobs").fetchall()
+    return {(each["kind"], each["key"]): each for each in rows if (each["kind"], each["key"]) != but}
+
+
+def copy_of(admin: psycopg.Connection[Any], key: str, *, kind: str) -> None:
+    """Copy a job of kind `work` into another kind, id, key, revision and lease included: only the kind differs."""
+    admin.execute(
+        "insert into pgworker.jobs select (jsonb_populate_record(j, jsonb_build_object('kind', %s::text))).*"
+        " from pgworker.jobs j where j.kind = 'work' and j.key = %s",
+        [kind, key],
+    )
+
+
 def age(admin: psycopg.Connection[Any], seconds: float, *, kind: str = "work") -> None:
     """Let time pass for the jobs of a kind: shift their instants into the past (the clock itself is left alone)."""
     admin.execute(
@@ -201,3 +217,41 @@ class Recorder:
     async def count(self, kind: type[Event], count: int, *, within: float = 10.0) -> None:
         """Until there have been so many events of one type."""
         await self.wait(lambda: len(self.of(kind)) >= count, within=within)
+
+
+class Gate:
+    """Counts the calls inside, and holds them until it is opened."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.peak = 0
+        self.calls: list[int] = []
+        self._opened = anyio.Event()
+        self._changed = anyio.Event()
+
+    def open(self) -> None:
+        """Let everyone through, from now on."""
+        self._opened.set()
+
+    async def pass_through(self, jobs: int = 1) -> None:
+        """To be called by a handler with so many jobs."""
+        self.calls.append(jobs)
+        self.inside += 1
+        self.peak = max(self.peak, self.inside)
+        self._changed.set()
+        self._changed = anyio.Event()
+        try:
+            await self._opened.wait()
+        finally:
+            self.inside -= 1
+
+    async def until(self, inside: int) -> None:
+        """Until so many calls are inside; fails the test when the time is up."""
+        with anyio.fail_after(10):
+            while self.inside < inside:
+                await self._changed.wait()
+
+
+def jobs(count: int, **options: Any) -> list[NewJob]:
+    """So many jobs with keys in the order of their payloads."""
+    return [NewJob(index, key=f"k{index:04}", revision="r", **options) for index in range(count)]

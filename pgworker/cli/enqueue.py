@@ -11,9 +11,9 @@ import typer
 
 from pgworker import schema as migrations
 from pgworker.app import App
-from pgworker.cli.database import app_settings, connected
+from pgworker.cli.database import connected
 from pgworker.cli.errors import reported
-from pgworker.cli.loading import known_kind, load_app
+from pgworker.cli.front import make_front
 from pgworker.cli.logs import log_to_stderr
 from pgworker.cli.options import Debug, Dsn, Json, Schema, duration
 from pgworker.cli.output import print_json, say
@@ -73,7 +73,7 @@ def enqueue(
         log_to_stderr("warning")
         wait = None if delay is None else duration(delay, "--delay")
         text = _text(payload)
-        front = _front(kind, app, dsn, schema)
+        front = make_front(kind, app, dsn=dsn, schema=schema)
         value = _value(front, kind, text, typed=app is not None)
         job = NewJob(value, key, revision, wait, priority=priority, urgency=urgency)
         done = _put(front, kind, job, if_pending)
@@ -93,20 +93,9 @@ def _text(payload: str) -> str:
         raise typer.BadParameter(msg, param_hint="PAYLOAD") from error
 
 
-def _front(kind: str, target: str | None, dsn: str | None, schema: str | None) -> App:
-    """The named app, or one of our own that knows the kind and nothing about it."""
-    if target is None:
-        front = App()
-        front.declare(kind)
-    else:
-        front = load_app(target)
-    app_settings(front, dsn=dsn, schema=schema)
-    return front
-
-
 def _value(front: App, kind: str, text: str, *, typed: bool) -> object:
-    """The payload of a JSON text. Raises UnknownKind, PayloadError, and a usage error that quotes nothing."""
-    known = known_kind(front, kind)
+    """The payload of a JSON text. Raises PayloadError, and a usage error that quotes nothing."""
+    known = front.kinds[kind]
     try:
         plain: object = msgspec.json.decode(text)
     except msgspec.DecodeError as error:

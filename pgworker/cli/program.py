@@ -10,6 +10,7 @@ from pgworker.cli.demo import register as register_demo
 from pgworker.cli.enqueue import enqueue
 from pgworker.cli.errors import EXIT_CODES
 from pgworker.cli.migrate import migrate
+from pgworker.cli.operate import cancel, forget, pause, rebuild, resume, retry
 from pgworker.cli.run import run
 from pgworker.cli.status import status
 
@@ -43,6 +44,6 @@ def _options(
     pass
 
 
-for command in (run, migrate, enqueue, status):
+for command in (run, migrate, enqueue, status, retry, rebuild, cancel, forget, pause, resume):
     app.command(epilog=EXIT_CODES)(command)
 register_demo(app)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 import msgspec
 
 from pgworker.cli.output import age
+from pgworker.operations import KindPause, Lag
 from pgworker.statements import KindCount, Presence
 
 STALE_SECONDS = 10.0  # two reports missed
@@ -46,12 +48,24 @@ class RunnerRow:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseRow:
+    """A kind that is paused; instants are ISO texts, `until` is None where it waits to be resumed."""
+
+    kind: str
+    since: str
+    until: str | None
+    code: str
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All that `status` shows."""
 
     database: str
     schema: str
     kinds: list[KindRow]
+    lag: list[Lag]
+    pauses: list[PauseRow]
     runners: list[RunnerRow]
     findings: list[str]
 
@@ -80,21 +94,46 @@ def make_report(
     *,
     bound: int,
     kinds: Sequence[str],
+    lag: Sequence[Lag] = (),
+    pauses: Sequence[KindPause] = (),
 ) -> Report:
     """Put together what the database answered, for these kinds, or for all when none are named."""
-    names = sorted({count.kind for count in counts if not kinds or count.kind in kinds})
-    rows = [_kind_row(name, [count for count in counts if count.kind == name], bound) for name in names]
-    runners = [_runner_row(presence) for presence in presences if not kinds or presence.kind in kinds]
-    return Report(database, schema, rows, runners, list(_findings(rows, runners, kinds)))
+
+    def shown(kind: str) -> bool:
+        return not kinds or kind in kinds
+
+    waiting = [each for each in lag if shown(each.kind)]
+    paused = [pause_row(each) for each in pauses if shown(each.kind)]
+    names = sorted({count.kind for count in counts if shown(count.kind)})
+    rows = [_kind_row(name, counts, waiting, bound) for name in names]
+    runners = [_runner_row(presence) for presence in presences if shown(presence.kind)]
+    return Report(database, schema, rows, waiting, paused, runners, list(_findings(rows, runners, kinds)))
 
 
-def _kind_row(name: str, counts: Sequence[KindCount], bound: int) -> KindRow:
-    by_state = dict.fromkeys((*_PENDING, *_ENDED), 0) | {state: number for _, state, number, _ in counts}
+def _kind_row(name: str, counts: Sequence[KindCount], lag: Sequence[Lag], bound: int) -> KindRow:
+    found = {state: number for kind, state, number, _ in counts if kind == name}
+    by_state = dict.fromkeys((*_PENDING, *_ENDED), 0) | found
     at_least = [state for state in _ENDED if by_state[state] >= bound]
     if sum(by_state[state] for state in _PENDING) >= bound:  # one bound for all of them
         at_least = [*_PENDING, *at_least]
-    oldest = next((count.oldest_ready_seconds for count in counts if count.state == "ready"), None)
-    return KindRow(name, by_state, at_least, oldest)
+    ages = [each.oldest_seconds for each in lag if each.kind == name and each.oldest_seconds is not None]
+    return KindRow(name, by_state, at_least, max(ages, default=None))
+
+
+def pause_row(pause: KindPause) -> PauseRow:
+    """A pause as it is shown."""
+    until = None if pause.until is None else _instant(pause.until)
+    return PauseRow(pause.kind, _instant(pause.since), until, pause.code)
+
+
+def tell_pause(pause: PauseRow) -> str:
+    """A pause in one line, with its code if somebody gave it one."""
+    why = "" if pause.code in {"", "paused"} else f" ({pause.code})"
+    return f"paused {pause.kind} until {pause.until or 'it is resumed'}{why}"
+
+
+def _instant(at: datetime) -> str:
+    return at.astimezone(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
 
 
 def _runner_row(presence: Presence) -> RunnerRow:
@@ -120,6 +159,7 @@ def _runner_row(presence: Presence) -> RunnerRow:
 def _findings(rows: Sequence[KindRow], runners: Sequence[RunnerRow], asked: Sequence[str]) -> Iterable[str]:
     """Kinds without a live runner that should have one: those asked for, those with work, those whose runners died."""
     waiting = {row.kind: row.counts["ready"] + row.counts["expired"] for row in rows}
+    bounded = {row.kind for row in rows if "ready" in row.at_least}
     last = {row.kind: row for row in sorted(runners, key=lambda row: -row.silent_seconds)}
     for kind in sorted({*asked, *last, *(kind for kind, count in waiting.items() if count)}):
         heard = last.get(kind)
@@ -129,5 +169,6 @@ def _findings(rows: Sequence[KindRow], runners: Sequence[RunnerRow], asked: Sequ
         if heard is not None:
             finding += f", the last was heard of {age(heard.silent_seconds)} ago ({heard.runner})"
         if jobs := waiting.get(kind):
-            finding += f"; {jobs:,} of its jobs {'waits' if jobs == 1 else 'wait'}"
+            more = " or more" if kind in bounded else ""
+            finding += f"; {jobs:,}{more} of its jobs {'waits' if jobs == 1 else 'wait'}"
         yield finding

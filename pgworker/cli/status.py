@@ -13,12 +13,12 @@ from pgworker.cli.errors import Code, reported
 from pgworker.cli.logs import log_to_stderr
 from pgworker.cli.options import Debug, Dsn, Json, Schema
 from pgworker.cli.output import age, console, plain, print_json, say, table
-from pgworker.cli.report import KindRow, Report, RunnerRow, make_report
+from pgworker.cli.report import KindRow, Report, RunnerRow, make_report, tell_pause
 from pgworker.db import send_sync, session_settings
+from pgworker.operations import LAG_BOUND, Lag, count_lag, list_pauses
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.statements import count_jobs, list_runners
 
-_BOUND = 10_000
 _ALWAYS = ("ready", "running", "succeeded", "failed")  # the other states get a column when there is something in it
 _RUNNER_HEADINGS = ("kind", "runner", "state", "up", "in flight", "outcomes", "last error")
 
@@ -42,8 +42,9 @@ def status(
 ) -> None:
     """Show the jobs of each kind by state, and who works on them.
 
-    A runner reports every five seconds; after ten of silence it is stale: killed, frozen or cut off. Counts are exact
-    up to 10,000 for each kind; beyond, they end with a plus sign.
+    First all jobs by state, then those that have not ended by urgency, with the age of the oldest that is ready, then
+    runners. A runner reports every five seconds; after ten of silence it is stale: killed, frozen or cut off. Counts
+    are exact up to 10,000; beyond, they end with a plus sign.
     """
     with reported(debug=debug):
         log_to_stderr("warning")
@@ -61,11 +62,15 @@ def _ask(dsn: str | None, schema: str | None, kinds: Sequence[str]) -> Report:
     with connected(found, "status") as connection:
         migrations.check(connection, found.tables)
         connection.execute(session_settings(STORE_TIMEOUT))
-        counts = send_sync(connection, count_jobs(found.tables, bound=_BOUND))
+        counts = send_sync(connection, count_jobs(found.tables, bound=LAG_BOUND))
+        lag = send_sync(connection, count_lag(found.tables, None))
+        pauses = send_sync(connection, list_pauses(found.tables))
         runners = send_sync(connection, list_runners(found.tables))
         info = connection.info
         database = f"{info.user}@{info.host}:{info.port}/{info.dbname}"
-    return make_report(database, found.tables.schema, counts, runners, bound=_BOUND, kinds=kinds)
+    return make_report(
+        database, found.tables.schema, counts, runners, bound=LAG_BOUND, kinds=kinds, lag=lag, pauses=pauses
+    )
 
 
 def _print(report: Report) -> None:
@@ -74,6 +79,10 @@ def _print(report: Report) -> None:
         _print_kinds(report.kinds)
     else:
         say("no jobs yet")
+    if report.lag:
+        _print_lag(report.lag)
+    for pause in report.pauses:
+        say(tell_pause(pause))
     if report.runners:
         _print_runners(report.runners)
     else:
@@ -84,17 +93,23 @@ def _print(report: Report) -> None:
 
 def _print_kinds(rows: Sequence[KindRow]) -> None:
     states = [state for state in rows[0].counts if state in _ALWAYS or any(row.counts[state] for row in rows)]
-    shown = table(["kind", *states, "oldest ready"], numbers=[*states, "oldest ready"], texts=["kind"])
+    shown = table(["kind", *states], numbers=states, texts=["kind"])
     for row in rows:
         cells = [_count(count, bounded=state in row.at_least) for state, count in row.counts.items() if state in states]
-        shown.add_row(plain(row.kind), *cells, _oldest(row))
+        shown.add_row(plain(row.kind), *cells)
     console().print(shown)
 
 
-def _oldest(row: KindRow) -> str:
-    if row.oldest_ready_seconds is None:
-        return ""
-    return age(row.oldest_ready_seconds) + ("+" if "ready" in row.at_least else "")
+def _print_lag(rows: Sequence[Lag]) -> None:
+    numbers = ["pending", "ready", "oldest ready"]
+    shown = table(["kind", "urgency", *numbers], numbers=numbers, texts=["kind"])
+    for row in rows:
+        counts = (
+            _count(row.pending, bounded=not row.pending_exact), _count(row.ready, bounded=not row.ready_exact)
+        )  # fmt: skip
+        oldest = "" if row.oldest_seconds is None else age(row.oldest_seconds)
+        shown.add_row(plain(row.kind), row.urgency, *counts, oldest)
+    console().print(shown)
 
 
 def _count(count: int, *, bounded: bool) -> str:

@@ -26,7 +26,7 @@ with now as materialized (                                   -- (select at from 
   for no key update skip locked
 ), taken as (
   update {jobs} j set
-    token = %(token)s::uuid, runner = %(runner)s::text, lease_epoch = j.lease_epoch + 1,
+    token = %(token)s::uuid, runner = %(runner)s::text, lease_epoch = j.lease_epoch + 1, lease_seconds = %(ttl)s::float8,
     lease_expires_at = clock_timestamp() + %(ttl)s::float8 * interval '1 second',
     evictions = j.evictions + pick.evicted::int
   from pick

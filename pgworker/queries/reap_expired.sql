@@ -1,15 +1,26 @@
 -- End or free the expired leases of one lane: cancelled if that was requested, failed at the limit of evictions, else ready again.
+-- A lease that ends later than a claim could ask for was granted before the clock was set back: it is shortened.
 -- Locks: expired rows, skipping locked ones; never waits.
 -- Index: jobs_ready, a page of it after the cursor; leased rows are always due, so it stops at the present.
 -- Fence: none needed, an expired lease protects nobody; its token goes.
 with now as materialized (
   select clock_timestamp() as at
 ), page as materialized (                                    -- bounded by rows read, not by rows found
-  select j.kind, j.id, j.ready_at, j.lease_expires_at from {jobs} j
+  select j.kind, j.id, j.ready_at, j.lease_expires_at, j.lease_seconds from {jobs} j
   where j.kind = %(kind)s::text and j.class = %(class)s::smallint and j.priority = %(priority)s::smallint and j.state = 'pending'
     and (j.ready_at, j.id) > (%(after_ready)s::timestamptz, %(after_id)s::bigint) and j.ready_at <= (select at from now)
   order by j.kind, j.class, j.priority, j.ready_at, j.id
   limit %(limit)s::int
+), shortened as (
+  update {jobs} j set lease_expires_at = (select at from now) + too_long.lease_seconds * interval '1 second'
+  from (
+    select locked.* from page p cross join lateral (
+      select j.kind, j.id, j.lease_seconds from {jobs} j
+      where j.kind = p.kind and j.id = p.id
+        and j.lease_expires_at > (select at from now) + (j.lease_seconds + 1) * interval '1 second'
+      for no key update skip locked) locked
+    where p.lease_expires_at > (select at from now) + (p.lease_seconds + 1) * interval '1 second') as too_long
+  where j.kind = too_long.kind and j.id = too_long.id
 ), gone as materialized (
   select locked.* from page p cross join lateral (
     select j.kind, j.id, j.runner, (j.lease_expires_at - %(ttl)s::float8 * interval '1 second' >= (select pg_postmaster_start_time())) is true as evicted

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 from uuid import UUID
 
@@ -25,17 +26,30 @@ create table public.audit_log (
     old_generation int, generation int, old_state text, state text, old_token uuid, token uuid,
     old_epoch bigint, epoch bigint, old_expiry timestamptz, expiry timestamptz, old_attempts int, attempts int,
     old_evictions int, evictions int, finished_at timestamptz, old_cancel_requested boolean, cancel_requested boolean,
-    runner text, code text);
+    runner text, code text, revision text);
 create function public.audit() returns trigger
 language plpgsql security definer set search_path = pg_catalog, pg_temp as $$ begin
     insert into public.audit_log values (default, clock_timestamp(), pg_current_xact_id()::text, tg_op,
         coalesce(new.id, old.id), coalesce(new.key, old.key), old.generation, new.generation, old.state, new.state,
         old.token, new.token, old.lease_epoch, new.lease_epoch, old.lease_expires_at, new.lease_expires_at,
         old.attempts, new.attempts, old.evictions, new.evictions, new.finished_at,
-        old.cancel_requested_at is not null, new.cancel_requested_at is not null, new.runner, new.last_code);
+        old.cancel_requested_at is not null, new.cancel_requested_at is not null, new.runner, new.last_code,
+        new.revision);
     return null;
 end $$;
 create trigger audit after insert or update or delete on pgworker.jobs for each row execute function public.audit()"""
+
+_INSTALL_RESULTS = """
+create table public.audit_results (
+    seq bigint generated always as identity primary key, txid text, op text, key text, revision text);
+create function public.audit_result() returns trigger
+language plpgsql security definer set search_path = pg_catalog, pg_temp as $$ begin
+    insert into public.audit_results values (default, pg_current_xact_id()::text, tg_op, coalesce(new.key, old.key),
+        new.revision);
+    return null;
+end $$;
+create trigger audit after insert or update or delete on pgworker.results
+    for each row execute function public.audit_result()"""
 
 
 class Change(NamedTuple):
@@ -66,6 +80,7 @@ class Change(NamedTuple):
     cancel_requested: bool
     runner: str | None
     code: str | None
+    revision: str | None
 
     @property
     def is_put(self) -> bool:
@@ -125,9 +140,23 @@ def _short(token: UUID | None) -> str:
     return str(token)[:8] if token else "-"
 
 
+class Stored(NamedTuple):
+    """One change of a result."""
+
+    txid: str
+    op: str
+    key: str
+    revision: str | None
+
+
 def install(admin: Admin) -> None:
     """Begin to log."""
     admin.execute(_INSTALL)
+
+
+def install_results(admin: Admin) -> None:
+    """Begin to log what happens to the results, too."""
+    admin.execute(_INSTALL_RESULTS)
 
 
 def read(admin: Admin, after: int = 0) -> list[Change]:
@@ -135,6 +164,32 @@ def read(admin: Admin, after: int = 0) -> list[Change]:
     return [
         Change(*row)
         for row in admin.execute("select * from public.audit_log where seq > %s order by seq", [after]).fetchall()
+    ]
+
+
+def read_results(admin: Admin) -> list[Stored]:
+    """The log of the results so far."""
+    rows = admin.execute("select txid, op, key, revision from public.audit_results order by seq").fetchall()
+    return [Stored(*row) for row in rows]
+
+
+def stale_results(log: Iterable[Change], stored: Iterable[Stored]) -> list[Finding]:
+    """The results that were written by anything but the success of the very revision that the key had then."""
+    successes = {(change.txid, change.key, change.revision) for change in log if change.is_success}
+    return [
+        ("result without its success", str(each))
+        for each in stored
+        if each.op != "DELETE" and (each.txid, each.key, each.revision) not in successes
+    ]
+
+
+def evicted(log: Iterable[Change]) -> list[tuple[Change, Change]]:
+    """Each loss of a lease by its expiry, and the claim (or last renewal) that had given it."""
+    return [
+        (claim, change)
+        for changes in by_job(log).values()
+        for claim, change in pairwise(changes)
+        if change.is_takeover or change.is_reaping
     ]
 
 

@@ -52,7 +52,7 @@ def kill_with_leases(admin: Admin, worker: Worker) -> datetime:
     pytest.fail("it never held a lease")
 
 
-_BUSY = "select from pg_stat_activity where application_name like 'pgworker%' and state = 'active'"
+_BUSY = "select 1 from pg_stat_activity where application_name like 'pgworker%' and state = 'active'"
 
 
 def orphans(log: list[Change], pid: int) -> list[Change]:

@@ -9,10 +9,14 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgworker import App, Job, Lease
+from pgworker import App, Job, Lease, NewJob
+from pgworker.client import put_jobs
+from pgworker.db import send
 from pgworker.events import JobLost, JobSettled, RunnerTrouble
 from tests.chaos.audit import Admin, findings, install, read
-from tests.chaos.proxy import Proxy, proxied
+from tests.chaos.proxy import Point, Proxy, proxied
+from tests.chaos.stage import recognize
+from tests.databases import TABLES
 from tests.handles import Recorder, result, row, running
 
 CLAIM = "lease_epoch = j.lease_epoch + 1"
@@ -143,3 +147,42 @@ async def test_an_enqueue_whose_answer_is_lost_may_be_repeated(far_app: App, pro
     await far_app.close()
     assert proxy.fired == 1
     assert row(admin, "k")["generation"] == 1
+
+
+@pytest.mark.parametrize("point", Point)
+async def test_sixteen_jobs_whose_acknowledgement_is_lost_are_sixteen_when_they_are_sent_again(
+    far_app: App, proxy: Proxy, admin: Admin, point: Point
+) -> None:
+    """One statement, one commit: the caller, who cannot know, repeats it with the keys that it has given."""
+    far_app.declare("work", payload=int)
+    jobs = [NewJob(number, f"k{number:02}", "r") for number in range(16)]
+    proxy.set_trap(recognize("insert_jobs"), point)
+    async with far_app:
+        with pytest.raises(psycopg.OperationalError):
+            await far_app.enqueue_many("work", jobs)
+        again = await far_app.enqueue_many("work", jobs)
+    assert proxy.fired == 1
+    assert {each.status for each in again} == {"unchanged" if point is Point.COMMITTED else "created"}
+    rows = admin.execute("select key, generation, state from pgworker.jobs order by key").fetchall()
+    assert rows == [(f"k{number:02}", 1, "pending") for number in range(16)]
+
+
+@pytest.mark.parametrize("point", Point)
+async def test_sixteen_events_whose_acknowledgement_is_lost_are_sixteen_when_their_statement_is_sent_again(
+    far_app: App, proxy: Proxy, admin: Admin, point: Point
+) -> None:
+    """An event's key is made once for each call: whoever sends the same statement again adds nothing."""
+    far_app.declare("work", payload=int)
+    flow = put_jobs(TABLES, far_app.kinds["work"], [NewJob(number) for number in range(16)], if_pending="replace")
+    statement = next(flow)
+    proxy.set_trap(recognize("insert_jobs"), point)
+    async with await psycopg.AsyncConnection.connect(proxy.dsn, autocommit=True) as first:
+        with pytest.raises(psycopg.OperationalError):
+            await send(first, statement)
+    async with await psycopg.AsyncConnection.connect(proxy.dsn, autocommit=True) as second:
+        puts = await send(second, statement)
+    flow.close()
+    assert proxy.fired == 1
+    assert len(puts) == 16
+    payloads = admin.execute("select payload::int from pgworker.jobs order by 1").fetchall()
+    assert payloads == [(number,) for number in range(16)]

@@ -179,6 +179,7 @@ def as_told(policy: Policy) -> dict[str, str]:
         "stop": policy.stop.mode,
         "within": seconds(policy.stop.grace, otherwise=""),
         "panic": policy.panic,
+        "facts": policy.facts,
     }
 
 

@@ -7,7 +7,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,7 +15,7 @@ import anyio
 import psycopg
 import pytest
 
-from pgworker import App, Job, Lease, NewJob, Permanent, Retry, outcome
+from pgworker import App, Job, Lease, NewJob, Pause, Permanent, Retry, outcome
 from pgworker.claimer import Claimer, ClaimRefused
 from pgworker.db import Database
 from pgworker.events import Event, JobLost, JobSettled, RunnerTrouble
@@ -23,8 +23,8 @@ from pgworker.job import Claim
 from pgworker.kind import Kind
 from pgworker.maintenance import reap
 from pgworker.outcome import Settlement, Success
-from pgworker.queue import JobsTable
-from pgworker.statements import BEGINNING, Answer, Due, Lane, Reaped, Statement
+from pgworker.queue import JobsTable, Renewals
+from pgworker.statements import BEGINNING, Answer, Cursor, Due, Lane, Reaped, Statement
 from pgworker.tablemap import TableMap
 from tests.databases import WorkerDatabase
 from tests.handles import Hand, Recorder, age, row, running
@@ -81,6 +81,10 @@ class Lying:
     asked: list[float] = field(default_factory=list)
     lied: list[Claim] = field(default_factory=list)
 
+    @property
+    def renewals(self) -> Renewals:
+        return self.real.renewals
+
     def claim(self, lane: Lane, *, limit: int, token: uuid.UUID, runner: str) -> Statement[list[Claim]]:
         self.asked.append(time.monotonic())
         honest = bool(self.lied)
@@ -107,7 +111,7 @@ class Lying:
     def check(self, claim: Claim) -> Statement[int | None]:
         return self.real.check(claim)
 
-    def reap(self, lane: Lane, *, limit: int, after: tuple[datetime, int] = BEGINNING) -> Statement[Reaped]:
+    def reap(self, lane: Lane, *, limit: int, after: Cursor = BEGINNING) -> Statement[Reaped]:
         return self.real.reap(lane, limit=limit, after=after)
 
 
@@ -307,7 +311,7 @@ async def queue_batch_limit_exceeded(stage: Stage) -> None:
 
 
 async def evicted_too_often(stage: Stage) -> None:
-    @stage.app.kind("work", max_evictions=1, lease=Lease.renew(timedelta(seconds=0.03)))
+    @stage.app.kind("work", max_evictions=1, lease=Lease.renew(timedelta(seconds=0.3)))
     async def work(job: Job[int]) -> None:
         worker.drain()
 
@@ -321,6 +325,46 @@ async def evicted_too_often(stage: Stage) -> None:
     await _reap(worker)
     assert stage.codes == ["evicted_too_often", None]
     stage.shown.append("evicted_too_often")  # the worker that could show it is gone
+
+
+async def not_eligible(stage: Stage) -> None:
+    async def eligible(conn: psycopg.AsyncConnection[Any], job: Job[int]) -> bool:
+        return False
+
+    @stage.app.kind("work", eligible=eligible)
+    async def work(job: Job[int]) -> str:
+        return SECRET
+
+    await stage.app.enqueue("work", 1)
+    await stage.play(stage.settled())
+    assert stage.codes == ["not_eligible"]
+    assert stage.shown == [None]  # no error: nobody wants it any more
+    stage.shown.append("not_eligible")
+
+
+async def queue_pause_failed(stage: Stage) -> None:
+    @stage.app.kind("work")
+    async def work(job: Job[int]) -> Pause:
+        return Pause(60, "down", shared=True)
+
+    await stage.app.enqueue("work", 1)
+    stage.trouble.failing = {"pause_kind": 1}
+    await stage.play(lambda: len(stage.seen.of(RunnerTrouble)) == 1)
+    assert stage.codes == ["down"]
+
+
+async def queue_write_refused(stage: Stage) -> None:
+    @stage.app.kind("work")
+    async def work(job: Job[int]) -> Retry:
+        return Retry(code="upstream")
+
+    await stage.app.enqueue("work", 1)
+    stage.trouble.failing = {"settle_jobs": 1_000_000}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pgworker.finisher._REFUSED_SECONDS", 0.1)
+        await stage.play(lambda: len(stage.seen.of(JobLost)) == 1)
+    assert stage.codes == [None]
+    assert stage.seen.of(JobLost)[0].reason == "refused"
 
 
 async def _reap(worker: Any) -> None:
@@ -340,10 +384,13 @@ SCENARIOS: list[Callable[[Stage], Awaitable[None]]] = [
     payload_invalid,
     result_rejected,
     evicted_too_often,
+    not_eligible,
     queue_claim_failed,
     queue_complete_failed,
     queue_retry_failed,
     queue_release_failed,
+    queue_pause_failed,
+    queue_write_refused,
     queue_invalid_claim,
     queue_batch_limit_exceeded,
 ]

@@ -76,7 +76,7 @@ def make_hints(dsn: str, tables: TableMap) -> Iterator[MakeHints]:
     made: list[Hints] = []
 
     def make(*, to: str = dsn, spacing: float = 0.010) -> Hints:
-        made.append(Hints(to, {"application_name": "hints under test"}, channel=tables.channel, spacing=spacing))
+        made.append(Hints(to, channel=tables.channel, spacing=spacing))
         return made[-1]
 
     yield make
@@ -99,6 +99,42 @@ def test_hints_are_heard_with_their_kind_and_purpose(ears: Ears, make_hints: Mak
     hints.ready("mail")
     hints.ready("index")
     assert {ears.hear_next().payload, ears.hear_next().payload} == {"r:mail", "r:index"}
+
+
+@pytest.mark.ruling("2.18", "1.19")
+def test_each_purpose_has_its_payload(ears: Ears, make_hints: MakeHints) -> None:
+    hints = make_hints()
+    hints.ready("mail")
+    hints.control("mail")
+    hints.done("mail")
+    assert {ears.hear_next().payload for _ in range(3)} == {"r:mail", "c:mail", "d:mail"}
+
+
+@pytest.mark.ruling("1.4", "1.19")
+def test_control_is_heard_once_its_transaction_has_committed(
+    ears: Ears, connect: Connect, make_hints: MakeHints
+) -> None:
+    hints = make_hints()
+    kept, undone = connect(), connect()
+    hints.control("undone", transaction=begin_with_id(undone))
+    hints.control("kept", transaction=begin_with_id(kept))
+    undone.execute("rollback")
+    kept.execute("commit")
+    assert ears.hear_next().payload == "c:kept"
+    hints.close(timeout=10)
+    assert ears.payloads_so_far() == []
+
+
+@pytest.mark.ruling("1.26")
+def test_a_burst_is_coalesced_for_each_purpose(ears: Ears, make_hints: MakeHints) -> None:
+    hints = make_hints(spacing=600)
+    for _ in range(100):
+        hints.control("mail")
+        hints.done("mail")
+    hints.close(timeout=10)
+    heard = ears.payloads_so_far()
+    assert set(heard) == {"c:mail", "d:mail"}
+    assert len(heard) <= 4
 
 
 @pytest.mark.contract("A7")
@@ -284,7 +320,7 @@ def test_one_thread_that_ends_with_close_and_starts_again(ears: Ears, make_hints
 
 @pytest.mark.ruling("2.24")
 def test_a_forgotten_sender_leaves_no_thread_behind(dsn: str, tables: TableMap, ears: Ears) -> None:
-    hints = Hints(dsn, {}, channel=tables.channel)
+    hints = Hints(dsn, channel=tables.channel)
     hints.ready("mail")
     ears.hear_next()
     (thread,) = [thread for thread in threading.enumerate() if thread.name == "pgworker-hints"]
@@ -309,7 +345,7 @@ def test_a_fork_after_first_use_gets_its_own_connection_and_leaves_the_parents_a
         import psycopg
         from psycopg import sql
         from pgworker.hints import Hints
-        hints = Hints(sys.argv[1], {}, channel=sys.argv[2])
+        hints = Hints(sys.argv[1], channel=sys.argv[2])
         with psycopg.connect(sys.argv[1], autocommit=True) as watch:
             watch.execute(sql.SQL("listen {}").format(sql.Identifier(sys.argv[2])))
             hints.ready("parent-before")
@@ -336,7 +372,7 @@ def test_a_program_that_ends_without_closing_still_sends_its_hint(dsn: str, tabl
     script = """
         import sys
         from pgworker.hints import Hints
-        hints = Hints(sys.argv[1], {}, channel=sys.argv[2])
+        hints = Hints(sys.argv[1], channel=sys.argv[2])
         hints.ready("last words")
     """
     run_script(script, dsn, tables.channel)

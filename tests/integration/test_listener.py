@@ -55,8 +55,7 @@ class Watched(Listener):
     def __init__(self, conninfo: str, *, channel: str, probe_interval: float, probe_timeout: float) -> None:
         self.application_name = f"ears {uuid.uuid4().hex[:8]}"
         super().__init__(
-            conninfo,
-            {"application_name": self.application_name},
+            make_conninfo(conninfo, application_name=self.application_name),
             channel=channel,
             probe_interval=probe_interval,
             probe_timeout=probe_timeout,

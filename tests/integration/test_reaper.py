@@ -21,7 +21,7 @@ from pgworker.maintenance import reap
 from pgworker.outcome import Settlement
 from pgworker.policy import STORE_TIMEOUT, make_policy
 from pgworker.queue import JobsTable
-from pgworker.statements import BEGINNING, Lane, Reaped, Statement
+from pgworker.statements import BEGINNING, Cursor, Lane, Reaped, Statement
 from tests.handles import FAIL, RELEASE, RETRY, Hand, Recorder, age, result, row, running, untyped
 from tests.handles import hand as other_hand
 
@@ -205,7 +205,7 @@ async def test_a_pass_goes_in_bounded_pages_over_all_lanes(
     pages: list[tuple[Lane, Reaped]] = []
 
     class Watched(JobsTable):
-        def reap(self, lane: Lane, *, limit: int, after: tuple[datetime, int] = BEGINNING) -> Statement[Reaped]:
+        def reap(self, lane: Lane, *, limit: int, after: Cursor = BEGINNING) -> Statement[Reaped]:
             statement = super().reap(lane, limit=limit, after=after)
 
             def read(rows: Any) -> Reaped:
@@ -398,3 +398,24 @@ def test_no_reachable_row_is_out_of_everybodys_sight(hand: Hand) -> None:
     assert seen >= {(lease, cancel, n) for lease in leases for cancel in (False, True) for n in range(FEW)}
     assert {cancel for lease, cancel, _ in seen if lease == "none"} == {False}
     assert {shape.due for shape in reached} == {False, True}
+
+
+@pytest.mark.ruling("2.30")
+def test_a_lease_from_before_the_clock_was_set_back_lasts_no_longer_than_it_was_asked_for(
+    hand: Hand, admin: Admin
+) -> None:
+    for key in ("far", "near"):
+        hand.enqueue(key, "r")
+    claims = {claim.key: claim for claim in hand.claim(2, ttl_seconds=60)}
+    admin.execute("update pgworker.jobs set lease_expires_at = lease_expires_at + interval '2 hours' where key = 'far'")
+    near = row(admin, "near")
+    reaped = hand.reap(ttl_seconds=15)  # of another release's worker: the row says for how long the lease was
+    assert (reaped.ended_or_freed, reaped.freed) == (0, 0)
+    assert row(admin, "near") == near
+    left = admin.execute(
+        "select lease_expires_at - clock_timestamp() between interval '50 s' and interval '60 s', evictions"
+        " from pgworker.jobs where key = 'far'"
+    ).fetchone()
+    assert left == (True, 0)
+    assert hand.renew(claims["far"]).verdict == "done"
+    assert hand.finish(claims["far"]).verdict == "done"

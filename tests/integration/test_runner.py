@@ -12,46 +12,12 @@ import anyio
 import psycopg
 import pytest
 
-from pgworker import AlreadyRunning, App, Job, NewJob, Park, Pause, Permanent, Retry, Stop
+from pgworker import AlreadyRunning, App, Job, Park, Pause, Permanent, Retry, Stop
 from pgworker.claimer import Claimer, Taken
 from pgworker.events import JobLost, JobSettled, RunnerTrouble
-from tests.handles import Hand, Recorder, age, hand, result, row, running
+from tests.handles import Gate, Hand, Recorder, age, hand, jobs, result, row, running
 
 Admin: TypeAlias = psycopg.Connection[Any]
-
-
-class Gate:
-    """Counts the calls inside, and holds them until it is opened."""
-
-    def __init__(self) -> None:
-        self.inside = 0
-        self.peak = 0
-        self.calls: list[int] = []
-        self._opened = anyio.Event()
-        self._changed = anyio.Event()
-
-    def open(self) -> None:
-        self._opened.set()
-
-    async def pass_through(self, jobs: int = 1) -> None:
-        self.calls.append(jobs)
-        self.inside += 1
-        self.peak = max(self.peak, self.inside)
-        self._changed.set()
-        self._changed = anyio.Event()
-        try:
-            await self._opened.wait()
-        finally:
-            self.inside -= 1
-
-    async def until(self, inside: int) -> None:
-        with anyio.fail_after(10):
-            while self.inside < inside:
-                await self._changed.wait()
-
-
-def jobs(count: int) -> list[NewJob]:
-    return [NewJob(index, key=f"k{index:04}", revision="r") for index in range(count)]
 
 
 async def test_a_job_runs_and_its_result_is_stored(app: App, admin: Admin) -> None:
@@ -123,6 +89,7 @@ async def test_no_transaction_is_open_while_a_handler_runs(app: App, admin: Admi
 
 
 @pytest.mark.contract("A5")
+@pytest.mark.ruling("2.12")
 async def test_a_thread_that_ignores_cancelling_keeps_its_slot_and_is_waited_for(app: App, admin: Admin) -> None:
     entered, leave = threading.Semaphore(0), threading.Event()
     inside: list[str] = []
@@ -219,7 +186,7 @@ async def test_each_event_has_its_own_row_and_result(app: App, admin: Admin) -> 
     assert admin.execute("select count(distinct key) from pgworker.jobs where state = 'succeeded'").fetchone() == (3,)
 
 
-@pytest.mark.contract("A31", "A32", "A45")
+@pytest.mark.contract("A31", "A32", "A45", "X16")
 async def test_content_runs_two_batches_of_up_to_64(app: App, admin: Admin) -> None:
     gate = Gate()
 
@@ -342,6 +309,7 @@ async def test_a_handler_past_its_deadline_is_cancelled_and_retried(app: App, ad
 
 
 @pytest.mark.contract("A40")
+@pytest.mark.ruling("2.12")
 async def test_a_value_after_the_deadline_is_a_failure(app: App, admin: Admin) -> None:
     @app.kind("work", timeout=0.05, max_attempts=3)
     def work(job: Job[int]) -> str:
@@ -435,6 +403,7 @@ async def test_a_crash_fails_a_content_batch_for_good_and_the_runner_lives(
     assert rows == [("failed", "handler_panic")]
 
 
+@pytest.mark.contract("X15")
 async def test_each_job_of_a_batch_has_its_own_outcome(app: App, admin: Admin) -> None:
     @app.kind("work", batch=5, max_attempts=3)
     async def work(batch: list[Job[int]]) -> list[object]:
@@ -506,6 +475,23 @@ async def test_each_failure_in_a_row_makes_the_row_wait_longer(app: App, admin: 
     assert len(set(told)) > 1, "no jitter"
 
 
+@pytest.mark.contract("A53", "X38")
+async def test_an_asked_delay_may_be_longer_than_the_backoffs_cap(app: App, admin: Admin) -> None:
+    @app.kind("work", preset="content")
+    async def work(job: Job[int]) -> Retry:
+        return Retry(after=90, code="rate_limited")
+
+    seen = Recorder(app)
+    await app.enqueue("work", 1, key="k")
+    (before,) = admin.execute("select clock_timestamp()").fetchone() or (None,)
+    async with running(app.worker()):
+        await seen.count(JobSettled, 1)
+    after = row(admin, "k")
+    assert (after["attempts"], after["last_code"]) == (1, "rate_limited")
+    assert after["ready_at"] - before >= timedelta(seconds=90)
+
+
+@pytest.mark.contract("X11")
 async def test_a_parked_job_waits_and_costs_no_attempt(app: App, admin: Admin) -> None:
     @app.kind("work", max_attempts=1)
     async def work(job: Job[int]) -> Park:
@@ -627,6 +613,7 @@ async def test_a_stop_gives_a_running_batch_back(app: App, admin: Admin, stop: s
 
 
 @pytest.mark.contract("A59")
+@pytest.mark.race(6)
 @pytest.mark.timeout(30)
 async def test_a_release_ends_in_one_budget_although_the_rows_are_locked(
     app: App, admin: Admin, dsn: str, monkeypatch: pytest.MonkeyPatch
@@ -658,6 +645,7 @@ async def test_a_release_ends_in_one_budget_although_the_rows_are_locked(
 
 
 @pytest.mark.contract("A60")
+@pytest.mark.race(6)
 async def test_a_release_between_completions_keeps_the_finished_ones(app: App, admin: Admin) -> None:
     applied: list[str] = []
 
@@ -681,6 +669,7 @@ async def test_a_release_between_completions_keeps_the_finished_ones(app: App, a
 
 
 @pytest.mark.contract("A61")
+@pytest.mark.race(6)
 async def test_a_release_after_the_handlers_success_drops_its_results(app: App, admin: Admin) -> None:
     @app.kind("work", preset="content", batch=4)
     async def work(batch: list[Job[int]]) -> list[int]:

@@ -22,6 +22,8 @@ from pgworker import (
     Cancel,
     Enqueued,
     Job,
+    KindPause,
+    Lag,
     Lease,
     NewJob,
     Park,
@@ -161,6 +163,31 @@ async def enqueue(
     await app.enqueue()  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
     NewJob(None, "k", "r", urgency="soon")  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     put.status = "created"  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# --- operate --------------------------------------------------------------------------------------------------------
+
+
+async def operate(conn: psycopg.AsyncConnection[DictRow], sync_conn: psycopg.Connection) -> None:
+    assert_type(await app.retry("single", code="handler_failed", limit=10, progress=print), int)
+    assert_type(await app.rebuild("single", key="k"), int)
+    assert_type(await app.cancel("single", all=True), int)
+    assert_type(await app.forget("single", "k"), bool)
+    assert_type(await app.pause("single", for_=timedelta(1), code="quota"), None)
+    assert_type(await app.resume("single"), bool)
+    assert_type(await app.pauses(), list[KindPause])
+    assert_type((await app.lag("single"))[0].oldest_seconds, float | None)
+    assert_type(await app.notify("single", conn=conn), None)
+    assert_type(app.sync.retry("single", all=True), int)
+    assert_type(app.sync.rebuild("single", all=True), int)
+    assert_type(app.sync.cancel("single", key="k"), int)
+    assert_type(app.sync.forget("single", "k"), bool)
+    assert_type(app.sync.pause("single", until=datetime.now(UTC)), None)
+    assert_type(app.sync.resume("single"), bool)
+    assert_type(app.sync.lag(), list[Lag])
+    app.sync.notify("single", conn=sync_conn)
+    await app.rebuild("single", code="c")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
+    await app.retry("single", "k")  # type: ignore[call-arg]  # pyright: ignore[reportCallIssue]
 
 
 # --- work -----------------------------------------------------------------------------------------------------------

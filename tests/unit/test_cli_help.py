@@ -7,7 +7,7 @@ import pytest
 from pgworker.cli.errors import Code
 from tests.commandline import invoke
 
-COMMANDS = ["run", "migrate", "enqueue", "status", "demo"]
+COMMANDS = ["run", "migrate", "enqueue", "status", "retry", "rebuild", "cancel", "forget", "pause", "resume", "demo"]
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -161,7 +161,7 @@ def server(monkeypatch: pytest.MonkeyPatch) -> FakeServer:
 
 @pytest.fixture
 def hints(server: FakeServer) -> Iterator[Hints]:
-    hints = Hints("", {}, channel="hints")
+    hints = Hints("", channel="hints")
     yield hints
     hints.close(timeout=10)
 
@@ -187,7 +187,7 @@ def test_a_full_queue_is_told_once_and_costs_only_hints(
 
 def test_a_server_in_trouble_is_left_alone_for_a_while(monkeypatch: pytest.MonkeyPatch, server: FakeServer) -> None:
     monkeypatch.setattr("pgworker.hints._PAUSE_SECONDS", 600)
-    hints = Hints("", {}, channel="hints")
+    hints = Hints("", channel="hints")
     server.errors = [errors.ProgramLimitExceeded()]
     hints.ready("one")
     assert [server.next() for _ in range(3)] == ["connect", "send ['r:one']", "close"]

@@ -84,7 +84,7 @@ async def test_a_cancelled_wait_loses_no_hint() -> None:
     ],
 )
 def test_a_payload_wakes_whom_it_concerns_and_an_unknown_one_everybody(payload: str, woken: list[str]) -> None:
-    listener = Listener("", {}, channel="hints")
+    listener = Listener("", channel="hints")
     calls: list[str] = []
     listener.subscribe("mail", lambda: calls.append("mail"))
     listener.subscribe("kind:with:colons", lambda: calls.append("kind:with:colons"))
@@ -92,8 +92,37 @@ def test_a_payload_wakes_whom_it_concerns_and_an_unknown_one_everybody(payload: 
     assert calls == woken
 
 
+ALL = ["ready mail", "control mail", "control index", "done mail"]
+
+
+@pytest.mark.ruling("2.18", "1.19")
+@pytest.mark.parametrize(
+    ("payload", "called"),
+    [
+        ("r:mail", ["ready mail"]),
+        ("c:mail", ["control mail"]),
+        ("c:index", ["control index"]),
+        ("d:mail", ["done mail"]),
+        ("d:index", []),
+        ("r:index", []),
+        ("p:0123456789abcdef", []),
+        ("x:mail", ALL),
+        ("", ALL),
+    ],
+)
+def test_a_payload_reaches_those_who_wait_for_its_purpose(payload: str, called: list[str]) -> None:
+    listener = Listener("", channel="hints")
+    calls: list[str] = []
+    listener.subscribe("mail", lambda: calls.append("ready mail"))
+    listener.subscribe_control("mail", lambda: calls.append("control mail"))
+    listener.subscribe_control("index", lambda: calls.append("control index"))
+    listener.subscribe_done("mail", lambda: calls.append("done mail"))
+    listener._dispatch(payload)
+    assert calls == called
+
+
 def test_two_runners_of_a_kind_are_both_woken() -> None:
-    listener = Listener("", {}, channel="hints")
+    listener = Listener("", channel="hints")
     calls: list[int] = []
     listener.subscribe("mail", lambda: calls.append(1))
     listener.subscribe("mail", lambda: calls.append(2))
@@ -105,7 +134,7 @@ class Scripted(Listener):
     """Its connections come to the ends that the script gives, one after the other."""
 
     def __init__(self, *ends: Exception | Callable[[Listener], None]) -> None:
-        super().__init__("", {}, channel="hints", probe_interval=30, first_delay=0.1, max_delay=2)
+        super().__init__("", channel="hints", probe_interval=30, first_delay=0.1, max_delay=2)
         self._ends = list(ends)
 
     async def _session(self) -> None:

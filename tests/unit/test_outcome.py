@@ -34,6 +34,7 @@ def rules(attempts: int = 0, max_attempts: int | None = 3) -> Rules:
         (Permanent("no_such_user"), Settlement("failed", "no_such_user", True)),
         (Park("quota", 30 * SECOND), Settlement("pending", "quota", False, 30.0)),
         (Pause(5 * SECOND, "provider_down"), Settlement("pending", "provider_down", False, 5.0, 5.0)),
+        (Pause(5, shared=True), Settlement("pending", "paused", False, 5.0, 5.0, pause_shared=True)),
         (Cancel("unsubscribed"), Settlement("cancelled", "unsubscribed")),
         (Released(), Settlement("pending", None)),
     ],

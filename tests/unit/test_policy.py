@@ -93,6 +93,44 @@ def test_zero_means_the_default_of_the_preset(preset: str) -> None:
     assert make_policy(preset, zeros) == PRESETS[preset]
 
 
+@pytest.mark.contract("A44")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weights": (0, 0)},
+        {"weights": (-1, 1)},
+        {"weights": (4, -1)},
+        {"weights": (4,)},
+        {"weights": (4, 1, 1)},
+        {"weights": (4, 1.5)},
+        {"weights": ("4", "1")},
+        {"weights": [4, 1]},
+        {"weights": (10_001, 1)},
+        {"weights": 5},
+        {"facts": "some"},
+        {"supersede": "later"},
+        {"results": "push"},
+        {"panic": "never"},
+    ],
+)
+def test_choices_and_weights_that_there_are_not_are_refused(options: Any) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        make_policy("standard", options)
+
+
+@pytest.mark.parametrize("weights", [(4, 1), (1, 0), (0, 1), (10_000, 10_000)])
+def test_weights_that_give_one_class_a_turn_at_least(weights: tuple[int, int]) -> None:
+    assert make_policy("standard", {"weights": weights}).weights == weights
+
+
+def test_how_much_the_journal_keeps_by_preset() -> None:
+    facts = {name: policy.facts for name, policy in PRESETS.items()}
+    assert facts == {
+        "standard": "exceptional", "content": "none", "pool": "all", "simple": "none", "dispatch": "all",
+    }  # fmt: skip
+    assert make_policy("content", {"facts": "all"}).facts == "all"
+
+
 def test_minus_one_means_no_limit_of_attempts_and_evictions() -> None:
     policy = make_policy("standard", {"max_attempts": -1, "max_evictions": -1})
     assert (policy.max_attempts, policy.max_evictions) == (None, None)

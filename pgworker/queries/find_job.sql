@@ -1,0 +1,5 @@
+-- The id of one key's job.
+-- Locks: nothing.
+-- Index: jobs_key.
+-- Fence: none, it only reads; whoever acts on it looks again.
+select j.id from {jobs} j where j.kind = %(kind)s::text and j.key = %(key)s::text

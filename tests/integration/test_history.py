@@ -1,0 +1,73 @@
+"""A long history costs nothing: what a worker reads from its start to its first finished job, counted in pages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+
+from pgworker import App, Job
+from pgworker.events import JobSettled
+from tests.chaos.processes import until
+from tests.handles import Recorder, running
+
+Admin = psycopg.Connection[Any]
+
+DONE = 100_000
+
+
+def pages_read(admin: Admin) -> int:
+    """Pages of our tables and of their indexes that all sessions have asked for; those of closed ones are counted."""
+    ours = "select 1 from pg_stat_activity where application_name like 'pgworker%' and datname = current_database()"
+    until(lambda: admin.execute(ours).fetchone() is None)
+    admin.execute("select pg_stat_clear_snapshot()")
+    found = admin.execute(
+        "select sum(coalesce(heap_blks_hit, 0) + coalesce(heap_blks_read, 0) + coalesce(idx_blks_hit, 0)"
+        " + coalesce(idx_blks_read, 0))::bigint from pg_statio_all_tables where schemaname = 'pgworker'"
+    ).fetchone()
+    assert found is not None
+    return int(found[0])
+
+
+def keep_vacuum_out(admin: Admin) -> None:
+    """It reads what it likes, when it likes."""
+    tables = admin.execute(
+        "select c.oid::regclass::text from pg_class c join pg_namespace n on n.oid = c.relnamespace"
+        " where n.nspname = 'pgworker' and c.relkind = 'r'"
+    ).fetchall()
+    for (table,) in tables:
+        admin.execute(f"alter table {table} set (autovacuum_enabled = off)")
+
+
+async def first_job(app: App, admin: Admin, key: str) -> int:
+    """Start a worker, let it do one job, stop it; returns how many pages that took."""
+    before = pages_read(admin)
+    seen = Recorder(app)
+    await app.enqueue("work", key=key)
+    async with running(app.worker()):
+        await seen.count(JobSettled, 1)
+    await app.close()
+    return pages_read(admin) - before
+
+
+@pytest.mark.field("L30")
+async def test_a_worker_starts_on_a_long_history_as_on_none(app: App, admin: Admin) -> None:
+    keep_vacuum_out(admin)
+
+    @app.kind("work", poll=30.0)
+    async def work(job: Job[object]) -> int:
+        return 1
+
+    on_none = await first_job(app, admin, "first")
+    admin.execute(
+        "insert into pgworker.jobs (kind, key, revision, state, finished_at, payload)"
+        " select 'work', 'd' || i, 'r', 'succeeded', clock_timestamp(), '{}' from generate_series(1, %s) i",
+        [DONE],
+    )
+    admin.execute("select pg_stat_force_next_flush()" if admin.info.server_version >= 150000 else "select pg_sleep(1)")
+    on_history = await first_job(app, admin, "second")
+    print(on_none, on_history)  # noqa: T201
+    assert on_none > 0
+    # a page or two more a look-up, as the indexes are deeper; the heap alone of the history has thousands
+    assert on_history < on_none + 200
