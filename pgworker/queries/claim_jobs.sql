@@ -9,7 +9,7 @@ with now as materialized (                                   -- (select at from 
   select exists (select from {kinds} k where k.kind = %(kind)s::text and k.paused_at is not null
                  and (k.paused_until is null or k.paused_until > (select at from now))) as yes
 ), pick as materialized (                                    -- materialized: as a subselect it may run twice and exceed the limit
-  select j.kind, j.id,
+  select j.kind, j.id, j.runner,
          -- No worker could renew while the server was down: that is not an eviction.
          (j.lease_expires_at - %(ttl)s::float8 * interval '1 second' >= (select pg_postmaster_start_time())) is true as evicted
   from {jobs} j
@@ -34,11 +34,12 @@ with now as materialized (                                   -- (select at from 
   -- parameter: with a constant, a plan made on the empty table scans the kind and compares ids (5 s for 100 of 150,000).
   where j.kind = pick.kind and j.id = pick.id
   returning j.kind, j.id, j.key, j.revision, j.generation, j.token, j.attempts, j.max_attempts, j.evictions, j.lease_epoch,
-            j.priority, j.class, j.ready_at, j.payload, j.runner, pick.evicted
+            j.priority, j.class, j.ready_at, j.payload, j.runner, pick.evicted, pick.runner as lost_runner
 ), told as (
   insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what, runner)
-  select now.at, t.id, t.generation, t.attempts, t.kind, t.key, t.revision, f.what, t.runner
-  from taken t cross join now cross join lateral (values ('evicted', t.evicted, 1), ('claimed', true, 2)) as f(what, holds, level)
+  select now.at, t.id, t.generation, t.attempts, t.kind, t.key, t.revision, f.what, f.runner
+  from taken t cross join now cross join lateral (
+    values ('evicted', t.lost_runner, t.evicted, 1), ('claimed', t.runner, true, 2)) as f(what, runner, holds, level)
   where %(facts)s::int > 0 and f.holds and %(facts)s::int >= f.level
 )
 select t.kind, t.id, t.key, t.revision, t.generation, t.token, t.attempts, t.max_attempts, t.evictions, t.lease_epoch, t.priority, t.class,

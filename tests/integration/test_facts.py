@@ -138,6 +138,15 @@ def test_a_lost_worker_is_told_by_whoever_finds_it(everything: Journalist, admin
     assert facts(admin)[-1].code == "evicted_too_often"
 
 
+def test_an_eviction_names_who_held_the_lease(everything: Journalist, admin: Admin, hand: Hand) -> None:
+    everything.enqueue("r1")
+    everything.claim(ttl_seconds=0.05)
+    admin.execute("update pgworker.jobs set runner = 'killed'")
+    admin.execute("select pg_sleep(0.1)")
+    everything.claim(ttl_seconds=0.05)
+    assert [(fact.what, fact.runner) for fact in facts(admin)[-2:]] == [("evicted", "killed"), ("claimed", "by hand")]
+
+
 def test_what_is_not_written_is_not_told(everything: Journalist, admin: Admin) -> None:
     everything.enqueue("r1")
     claim = everything.claim()
