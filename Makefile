@@ -1,6 +1,7 @@
 # Needs make, Python 3.11+ with venv, glibc and a package index. Nothing is installed outside .venv* and the user's cache.
 PYTHON ?= python3
 FOLDER ?=
+ONLY ?=
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 VENV ?= .venv
 BIN = $(VENV)/bin
@@ -10,7 +11,7 @@ MAKEFLAGS += --no-print-directory
 SHELL = bash
 .SHELLFLAGS = -euo pipefail -c
 .DEFAULT_GOAL = help
-.PHONY: help demo venv check check-format check-lint check-layers check-mypy check-pyright check-unit test test-all soak contract format clean
+.PHONY: help demo venv check check-format check-lint check-layers check-mypy check-pyright check-unit test test-all soak contract mutants format clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -53,6 +54,9 @@ soak: $(VENV)/.dev ## The tests that take minutes or gigabytes
 
 contract: $(VENV)/.dev ## Which promises of tests/contract/promises.toml are kept, by the tests that name them
 	@$(BIN)/python -m pytest --contract -m "not soak" -n $(WORKERS)
+
+mutants: $(VENV)/.dev ## Change each term of each statement, each row of each table: a test must fail; ONLY=claim_jobs takes one
+	@$(BIN)/python -m tests.mutants $(if $(ONLY),--only "$(ONLY)")
 
 format: $(VENV)/.dev ## Format and mend what ruff can mend
 	@$(BIN)/ruff check --fix --quiet . || true

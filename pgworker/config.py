@@ -40,8 +40,9 @@ class Settings:
         environ = os.environ if environ is None else environ
         dsn = dsn or environ.get("PGWORKER_DSN")
         if not dsn:
-            msg = "no database: set PGWORKER_DSN or pass --dsn (for example postgresql://user@host/database)"
-            raise ConfigError(msg)
+            raise ConfigError(
+                "no database: set PGWORKER_DSN or pass --dsn (for example postgresql://user@host/database)"
+            )
         return cls(
             dsn=_readable("DSN", dsn),
             listen_dsn=_readable("listen DSN", listen_dsn or environ.get("PGWORKER_LISTEN_DSN") or dsn),
@@ -55,8 +56,7 @@ def _readable(name: str, dsn: str) -> str:
         make_conninfo(dsn)
     except ProgrammingError:
         example = "postgresql://user:password@host:5432/database, or host=... dbname=..."
-        msg = f"the {name} cannot be read: it is like {example}"
-        raise ConfigError(msg) from None
+        raise ConfigError(f"the {name} cannot be read: it is like {example}") from None
     return dsn
 
 

@@ -154,8 +154,8 @@ class Worker:
         """All runners side by side with what serves them. The lease keeper's threads outlive the last runner."""
         limiter = anyio.CapacityLimiter(2)
         async with anyio.create_task_group() as threads:
-            threads.start_soon(_in_thread, shared.leases.run, limiter)
-            threads.start_soon(_in_thread, shared.leases.guard, limiter)
+            for each in (shared.leases.run, shared.leases.guard):
+                threads.start_soon(partial(anyio.to_thread.run_sync, each, limiter=limiter))
             try:
                 async with anyio.create_task_group() as services:
                     self._start_services(services, shared)
@@ -250,7 +250,3 @@ async def _beat_forever(leases: LeaseKeeper) -> None:
     while True:
         leases.beat()
         await anyio.sleep(_BEAT_EVERY_SECONDS)
-
-
-async def _in_thread(function: Callable[[], None], limiter: anyio.CapacityLimiter) -> None:
-    await anyio.to_thread.run_sync(function, limiter=limiter)

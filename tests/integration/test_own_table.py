@@ -22,6 +22,7 @@ from pgworker.outcome import Settlement, Success
 from pgworker.queue import RowsQueue
 from pgworker.statements import Lane
 from pgworker.tablecheck import inspect
+from pgworker.tablestatements import look_at
 from tests.adapters import KIND, TABLES, Adapter, Messages, Threads
 from tests.chaos.processes import until
 from tests.handles import FAIL, RELEASE, RETRY, Hand, Recorder, running
@@ -669,6 +670,14 @@ def test_a_look_at_a_table_leaves_it_as_it_is(messages: Adapter, admin: Admin, h
     before = messages.row(admin, 1)
     messages.open(hand.connection)
     assert messages.row(admin, 1) == before
+
+
+def test_a_column_is_looked_at_once_whatever_its_domain_is(threads: Adapter, admin: Admin, hand: Hand) -> None:
+    assert threads.queue is not None
+    admin.execute('alter table crawl."Thread Vectors" drop column tags')  # (it leaves its number behind)
+    found = send_sync(hand.connection, look_at(threads.queue))
+    types = [row[4] for row in found if row[3] == "Thread-Id"]
+    assert types == ["character varying"]
 
 
 def test_a_table_without_an_index_to_claim_along_is_told(
