@@ -161,8 +161,10 @@ class App(AsyncApp):
 
     def worker(self, kinds: Sequence[str] | None = None) -> Worker:
         """A worker for these kinds, or for all that have a handler. Raises UnknownKind, ConfigError."""
-        names = self._registry.handled() if kinds is None else kinds
-        chosen = [self._registry.known(name) for name in dict.fromkeys(names)]
+        if kinds is None:
+            chosen = [kind for kind in self.kinds.values() if kind.handler is not None]
+        else:
+            chosen = [self._registry.known(name) for name in dict.fromkeys(kinds)]
         return Worker(self.settings, chosen, events=self.events, middleware=self._middleware)
 
     async def run(self, kinds: Sequence[str] | None = None) -> None:

@@ -86,10 +86,6 @@ class Registry:
             )
         return kind
 
-    def handled(self) -> list[str]:
-        """The names of the kinds that have a handler."""
-        return [kind.name for kind in self._kinds.values() if kind.handler is not None]
-
     @property
     def hints(self) -> Hints:
         """The sender of hints, made at first use."""

@@ -74,9 +74,9 @@ class Results:
         watcher.add(wait)
         return wait.future
 
-    def close(self, timeout: float = 1.0) -> None:
-        """End the thread, and with an error what is waited for; a later wait starts anew."""
-        _close_own(self._watchers, timeout)
+    def close(self) -> None:
+        """End the thread within a second, and with an error what is waited for; a later wait starts anew."""
+        _close_own(self._watchers, 1.0)
 
 
 def _seconds(timeout: timedelta | float | None) -> float:

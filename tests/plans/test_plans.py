@@ -280,3 +280,31 @@ def test_a_page_of_the_reaper_is_bounded_by_what_it_reads(hand: Hand, admin: Adm
     plan = explainer.fresh(statement)
     assert plan.part("page").pages <= 3 * 1000 + 30
     assert not {"Seq Scan", "Sort"} & plan.part("page").types
+
+
+@pytest.mark.ruling("0.3")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["claim_jobs", "finish_jobs", "settle_jobs", "renew_leases", "insert_jobs"])
+def test_a_plan_from_a_young_table_that_was_analysed_reads_no_more_once_it_has_grown(
+    hand: Hand, admin: Admin, explainer: Explainer, name: str
+) -> None:
+    """Statistics that say 500 rows make a walk over all of them look as good as 100 probes."""
+    without_autovacuum(admin)
+    fill(admin, 500)
+    admin.execute("analyze pgworker.jobs")
+
+    def statement() -> Statement[Any]:
+        match name:
+            case "claim_jobs":
+                return claim(100)
+            case "insert_jobs":
+                return insert(100)
+            case _:
+                return fenced(name, hand.claim(100))
+
+    kept = explainer.prepare(statement())
+    admin.execute("update pgworker.jobs set key = 'old' || key")
+    fill(admin, 30_000)
+    plan = explainer.prepared(kept, statement())
+    assert plan.rows <= 2 * 100
+    assert plan.pages <= 60 * 100 + 100
