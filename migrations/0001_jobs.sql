@@ -10,6 +10,7 @@ create table {schema}.jobs (
     id                  bigint      not null default pg_catalog.nextval('{schema}.job_ids'),
     ready_at            timestamptz not null default pg_catalog.clock_timestamp(),
     lease_expires_at    timestamptz,
+    not_before          timestamptz,                             -- until then a superseded run may go on, and its kind waits for it
     lease_seconds       double precision,                        -- for which the last claim asked
     lease_epoch         bigint      not null default 0,          -- rises with each claim, never otherwise
     created_at          timestamptz not null default pg_catalog.clock_timestamp(),
@@ -183,7 +184,7 @@ begin
         on conflict (kind, key) do update set
             revision = excluded.revision, generation = j.generation + 1, payload = excluded.payload, version = 1,
             class = case when j.state = 'pending' then least(j.class, excluded.class) else excluded.class end,
-            priority = excluded.priority, max_attempts = null, ready_at = excluded.ready_at,
+            priority = excluded.priority, max_attempts = null, ready_at = greatest(excluded.ready_at, j.not_before),
             state = 'pending', attempts = 0, evictions = 0, last_code = null, last_error = null,
             cancel_requested_at = null, finished_at = null,
             (token, lease_expires_at, runner) = (select j.token, j.lease_expires_at, j.runner

@@ -21,7 +21,7 @@ with input as materialized (
   select clock_timestamp() as at from (select count(*) from held) as every_lock_held
 ), done as (
   update {jobs} j set
-    state = 'pending', ready_at = now.at, attempts = 0, evictions = 0, last_code = null, last_error = null,
+    state = 'pending', ready_at = greatest(now.at, j.not_before), attempts = 0, evictions = 0, last_code = null, last_error = null,
     finished_at = null, cancel_requested_at = null
   from held cross join now
   where held.wanted and j.kind = held.kind and j.id = held.id

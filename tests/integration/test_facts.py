@@ -213,6 +213,22 @@ def test_a_kind_may_wait_for_the_lease_that_it_took_away(everything: Journalist,
 
 
 @pytest.mark.ruling("2.3")
+def test_who_supersedes_waiting_work_waits_as_long(everything: Journalist, hand: Hand, admin: Admin) -> None:
+    everything.enqueue("r1")
+    everything.claim(ttl_seconds=60.0)
+    ends = admin.execute("select lease_expires_at from pgworker.jobs").fetchone()
+    everything.enqueue("r2", wait=True)
+    everything.enqueue("r3", wait=True)
+    assert admin.execute("select ready_at from pgworker.jobs").fetchone() == ends
+    hand.connection.execute("select pgworker.enqueue('work', key => 'k', revision => 'r4')")
+    assert admin.execute("select ready_at from pgworker.jobs").fetchone() == ends
+    admin.execute("update pgworker.jobs set state = 'cancelled', finished_at = clock_timestamp()")
+    everything.enqueue("r5")
+    assert admin.execute("select ready_at from pgworker.jobs").fetchone() == ends
+    assert hand.claim() == []
+
+
+@pytest.mark.ruling("2.3")
 def test_work_that_nobody_runs_does_not_wait(everything: Journalist, hand: Hand) -> None:
     everything.enqueue("r1")
     everything.enqueue("r2", wait=True)

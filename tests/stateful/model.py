@@ -109,8 +109,10 @@ class Model:
     def _replace(self, row: Row, job: Wanted, ready_at: datetime | Near, *, wait: bool) -> str:
         pending, leased, same = row.state == "pending", row.token is not None, row.revision == job.revision
         status = "replaced" if pending else "requeued"
-        if wait and leased and not same and at(row.lease_expires_at) > self._roughly(ready_at):
-            ready_at = at(row.lease_expires_at)
+        if wait and leased and not same:
+            row.not_before = max(at(row.lease_expires_at), at(row.not_before or row.lease_expires_at))
+        if row.not_before is not None and at(row.not_before) > self._roughly(ready_at):
+            ready_at = at(row.not_before)
         if leased and not (same and self.live(row)):
             row.token = row.lease_expires_at = row.runner = None
             status = "superseded"
@@ -290,7 +292,8 @@ class Model:
         if row.state not in states or (code is not None and row.last_code != code):
             return "passed"
         self._tell(row, what)
-        row.state, row.ready_at, row.attempts, row.evictions = "pending", Near(), 0, 0
+        waits = row.not_before is not None and at(row.not_before) > self.now
+        row.state, row.ready_at, row.attempts, row.evictions = "pending", row.not_before if waits else Near(), 0, 0
         row.last_code = row.last_error = row.finished_at = None
         return "done"
 
@@ -326,6 +329,7 @@ class Model:
         for row in self.rows.values():
             row.ready_at, row.created_at = at(row.ready_at) - by, at(row.created_at) - by
             row.lease_expires_at = row.lease_expires_at and at(row.lease_expires_at) - by
+            row.not_before = row.not_before and at(row.not_before) - by
             row.finished_at = row.finished_at and at(row.finished_at) - by
 
     def expire(self, key: str) -> None:

@@ -51,6 +51,7 @@ class Row:
     lease_epoch: int = 0
     token: UUID | None = None
     lease_expires_at: Instant = None
+    not_before: Instant = None
     lease_seconds: float | None = None
     runner: str | None = None
     cancel_requested_at: Instant = None

@@ -41,9 +41,11 @@ with now as materialized (
     revision = excluded.revision, generation = j.generation + 1, payload = excluded.payload, version = excluded.version,
     class = case when j.state = 'pending' then least(j.class, excluded.class) else excluded.class end,
     priority = excluded.priority, max_attempts = excluded.max_attempts,
-    -- (a kind whose runs must not overlap waits for the end of the lease that is taken away; greatest ignores a null)
-    ready_at = case when %(wait)s::bool and j.revision <> excluded.revision then greatest(excluded.ready_at, j.lease_expires_at)
-                    else excluded.ready_at end,
+    -- A kind whose runs must not overlap waits for the end of the lease that is taken away, also if that is superseded in its turn.
+    -- (greatest ignores a null)
+    (not_before, ready_at) = (select b.at, greatest(excluded.ready_at, b.at) from (
+      select case when %(wait)s::bool and j.revision <> excluded.revision then greatest(j.not_before, j.lease_expires_at)
+                  else j.not_before end as at) b),
     state = 'pending', attempts = 0, evictions = 0, last_code = null, last_error = null, cancel_requested_at = null, finished_at = null,
     -- Without revisions a running attempt keeps its lease; its finish sees the new generation and makes the row wait again.
     -- (one reading of the clock for the three: a lease that ends between two would leave a token without an expiry)
