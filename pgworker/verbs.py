@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final, TypeAlias
 
 from pgworker.db import Flow
-from pgworker.errors import ConfigError, PayloadPruned, PgworkerError
+from pgworker.errors import ConfigError, PayloadError, PayloadPruned, PgworkerError
 from pgworker.job import State
 from pgworker.kind import Kind
 from pgworker.operations import (
@@ -32,6 +32,7 @@ from pgworker.tablemap import TableMap
 
 Progress: TypeAlias = Callable[[int], object]
 """Told of each statement that changed something: the count so far."""
+_Hint: TypeAlias = Callable[[], object]
 
 PAGE: Final = 500
 """The most jobs that one statement reads or changes."""
@@ -61,7 +62,7 @@ class Selection:
             names = "key=, code= and all=True" if self.takes_code else "key= and all=True"
             raise ConfigError(f"say which jobs: give exactly one of {names}, not {given} of them")
         if self.key is not None:
-            check_key(self.key)
+            _check_key(self.key)
         if self.limit is not None and (self.limit < 1 or isinstance(self.limit, bool)):
             raise ConfigError(f"limit is at least 1, got {self.limit}")
 
@@ -73,7 +74,7 @@ class _Tally:
     write: Callable[[Sequence[int]], Statement[dict[int, Deed]]]
     limit: int | None
     progress: Progress | None
-    tell: Callable[[], object]
+    tell: _Hint
     told_by: Deed
     done: int = 0
     busy: list[int] = field(default_factory=list[int])
@@ -99,9 +100,12 @@ class _Tally:
             if self.progress is not None:
                 self.progress(self.done)
 
-    def walk(self, read: Callable[[Found], Statement[list[Found]]]) -> Flow[None]:
-        """Change the wanted jobs of a list, within the limit; `read` gives the page after a job."""
-        last = _START
+    def walk(self, read: Callable[[Found], Statement[list[Found]]], until: str | None = None) -> Flow[str | None]:
+        """Change the wanted jobs of a list, within the limit; `read` gives the page after a job.
+
+        Returns the end of the list, for the next one to have the same: what is reopened may end again, in any state.
+        """
+        last = _START._replace(until=until)
         while self.room:
             page: list[Found] = yield read(last)
             ids: list[int] = []
@@ -111,7 +115,8 @@ class _Tally:
                     break
             yield from self.take(ids)
             if not page or (len(page) < PAGE and last is page[-1]):
-                return
+                break
+        return last.until
 
     def try_again(self, tables: TableMap) -> Flow[None]:
         """Ask for what was held by somebody, a few times over, for a little more than half a second in all."""
@@ -126,13 +131,7 @@ class _Tally:
 
 
 def reopen(
-    tables: TableMap,
-    kind: Kind,
-    chosen: Selection,
-    *,
-    rebuild: bool,
-    progress: Progress | None,
-    ready: Callable[[], object],
+    tables: TableMap, kind: Kind, chosen: Selection, *, rebuild: bool, progress: Progress | None, ready: _Hint
 ) -> Flow[int]:
     """Put failed and cancelled jobs back to work, with `rebuild` succeeded ones, too; how many."""
     states, what = (_REBUILT, "rebuild_requested") if rebuild else (_RETRIED, "retry_requested")
@@ -146,8 +145,9 @@ def reopen(
     if chosen.key is not None:
         yield from tally.take((yield find_job(tables, kind.name, chosen.key)))
     else:
+        until: str | None = None
         for state in states:
-            yield from tally.walk(partial(_list_ended, tables, kind.name, state, chosen.code))
+            until = yield from tally.walk(partial(_list_ended, tables, kind.name, state, chosen.code), until)
     yield from tally.try_again(tables)
     verb = "rebuilt" if rebuild else "retried"
     if tally.pruned:
@@ -167,9 +167,7 @@ def _list_pending(tables: TableMap, lane: Lane, last: Found) -> Statement[list[F
     return list_pending(tables, lane, after=last.cursor, limit=PAGE)
 
 
-def cancel(
-    tables: TableMap, kind: Kind, chosen: Selection, *, progress: Progress | None, control: Callable[[], object]
-) -> Flow[int]:
+def cancel(tables: TableMap, kind: Kind, chosen: Selection, *, progress: Progress | None, control: _Hint) -> Flow[int]:
     """Cancel pending jobs, those that run by a request; how many."""
 
     def write(ids: Sequence[int]) -> Statement[dict[int, Deed]]:
@@ -186,9 +184,9 @@ def cancel(
     return _all_done(tally, kind, "cancelled")
 
 
-def forget(tables: TableMap, kind: Kind, key: str, *, control: Callable[[], object]) -> Flow[bool]:
+def forget(tables: TableMap, kind: Kind, key: str, *, control: _Hint) -> Flow[bool]:
     """Delete one key's job and result; whether there was any."""
-    check_key(key)
+    _check_key(key)
     for seconds in (*_WAITS_SECONDS, None):
         deed: Deed = yield forget_job(tables, kind.name, key, facts=FACTS[kind.policy.facts])
         if deed == "requested":
@@ -216,10 +214,23 @@ def pause(
 def _all_done(tally: _Tally, kind: Kind, verb: str) -> int:
     if tally.busy and tally.room:
         raise PgworkerError(
-            f"{_jobs(len(tally.busy))} of kind {kind.name!r} are held by other transactions and were left as they are"
+            f"{_jobs(len(tally.busy))} of kind {kind.name!r} {_held(len(tally.busy))}"
             f"{_rest(tally.done, verb)}: try again later"
         )
     return tally.done
+
+
+def _check_key(key: str) -> None:
+    try:
+        check_key(key)
+    except PayloadError as error:
+        raise ConfigError(f"no job has such a key: it {error.reason}") from None
+
+
+def _held(count: int) -> str:
+    if count == 1:
+        return "is held by another transaction and was left as it is"
+    return "are held by other transactions and were left as they are"
 
 
 def _jobs(count: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _BREAK = re.compile(r"\s*[\r\n]+\s*")
+_UNPRINTABLE = re.compile("[\x7f-\xa0\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 _WIDE = 200  # columns of a table that no terminal shows: a program or a pager gets each row on one line
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
@@ -42,8 +44,9 @@ def complain(text: str) -> None:
 
 
 def print_json(value: object) -> None:
-    """Print a value as indented JSON to standard output."""
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
+    """Print a value as indented JSON to standard output; what could steer a terminal is escaped."""
+    text = msgspec.json.format(msgspec.json.encode(value), indent=2).decode()
+    typer.echo(_UNPRINTABLE.sub(lambda found: json.dumps(found[0])[1:-1], text))
 
 
 def console() -> Console:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from typing import Any, TypeAlias
 
 import anyio
@@ -146,3 +146,10 @@ async def test_a_pause_that_cannot_be_is_refused_unsent(app: App, options: dict[
     with pytest.raises(ConfigError, match=said):
         app.sync.pause("work", **options)
     assert not app._databases
+
+
+async def test_a_pause_past_what_a_driver_reads_is_shown_as_one_without_an_end(app: App) -> None:
+    await app.pause("work", until=datetime.max.replace(tzinfo=timezone(-timedelta(hours=12))))
+    assert [(pause.kind, pause.until) for pause in await app.pauses()] == [("work", None)]
+    await app.resume("work")
+    assert await app.pauses() == []

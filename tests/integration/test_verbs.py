@@ -284,7 +284,7 @@ async def test_a_running_handler_is_told_of_a_cancel_and_of_being_forgotten(app:
         ("rebuild", {"key": "k", "all": True}, "exactly one of key= and all=True"),
         ("cancel", {"all": False}, "exactly one of key= and all=True"),
         ("cancel", {"all": True, "limit": 0}, "limit is at least 1"),
-        ("retry", {"key": ""}, "key"),
+        ("retry", {"key": ""}, "^no job has such a key: it takes 0 bytes, must take 1 to 512$"),
     ],
 )
 @pytest.mark.parametrize("door", ["async", "sync"])
@@ -325,6 +325,19 @@ async def test_many_jobs_are_done_in_portions_the_oldest_first(app: App, admin: 
     assert count(admin, "cancelled") == 2 * PAGE + 17
 
 
+async def test_jobs_that_were_asked_to_stop_do_not_hide_those_behind_them(
+    app: App, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pgworker.verbs.PAGE", 2)
+    for key in "abc":
+        hand.enqueue(key, "r", 1)
+    assert len(hand.claim(limit=3)) == 3
+    assert await app.cancel("work", all=True) == 3
+    hand.enqueue("d", "r", 1)
+    with anyio.fail_after(10):
+        assert await app.cancel("work", all=True) == 1
+
+
 async def test_a_verb_that_is_cancelled_ends_between_two_statements(app: App, admin: Admin) -> None:
     fill(admin, 3 * PAGE, "failed")
     with anyio.CancelScope() as scope:
@@ -346,8 +359,15 @@ async def test_a_cancel_reaches_all_lanes(app: App, hand: Hand, admin: Admin) ->
     assert await app.cancel("work", all=True) == 7
 
 
-async def test_jobs_that_end_again_meanwhile_are_not_taken_twice(app: App, hand: Hand, admin: Admin) -> None:
-    fill(admin, PAGE + 5, "failed")
+@pytest.mark.parametrize(("rebuild", "before"), [(False, "failed"), (True, "succeeded")])
+async def test_jobs_that_end_again_meanwhile_are_not_taken_twice(
+    app: App,
+    hand: Hand,
+    admin: Admin,
+    rebuild: bool,  # noqa: FBT001 - a parameter of the table of cases
+    before: str,
+) -> None:
+    fill(admin, PAGE + 5, before)
 
     def send(statement: Statement[Any]) -> Any:
         answer = hand.send(statement)
@@ -358,7 +378,7 @@ async def test_jobs_that_end_again_meanwhile_are_not_taken_twice(app: App, hand:
         return answer
 
     chosen = Selection(everything=True)
-    assert drive_sync(app._registry.reopen("work", chosen, None, rebuild=False), send) == PAGE + 5
+    assert drive_sync(app._registry.reopen("work", chosen, None, rebuild=rebuild), send) == PAGE + 5
 
 
 # --- rows that somebody holds ---------------------------------------------------------------------------------------

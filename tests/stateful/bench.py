@@ -44,7 +44,8 @@ _LOOK_AT_FACTS = """
 select id, at, job_id, generation, attempts, key, revision, what, code, runner from pgworker.facts
 where id > %s and kind = %s"""
 _TIME_PASSES = """
-update pgworker.jobs set ready_at = ready_at - %(by)s, lease_expires_at = lease_expires_at - %(by)s, not_before = not_before - %(by)s
+update pgworker.jobs set ready_at = ready_at - %(by)s, lease_expires_at = lease_expires_at - %(by)s,
+    not_before = not_before - %(by)s
 where kind = %(kind)s"""
 _STRANGERS = "select string_agg(j::text, ';' order by j.id) from pgworker.jobs j where kind = 'stranger'"
 

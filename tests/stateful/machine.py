@@ -33,7 +33,8 @@ ARRANGED = st.tuples(
 """State, revision, what has happened to the run, whether there is an older result."""
 
 _AGE = """
-update pgworker.jobs set ready_at = ready_at - %(by)s, lease_expires_at = lease_expires_at - %(by)s, not_before = not_before - %(by)s,
+update pgworker.jobs set ready_at = ready_at - %(by)s, lease_expires_at = lease_expires_at - %(by)s,
+    not_before = not_before - %(by)s,
     created_at = created_at - %(by)s, finished_at = finished_at - %(by)s where kind = %(kind)s"""
 _SET_BACK = (
     "update pgworker.jobs set lease_expires_at = lease_expires_at + interval '24 hours'"

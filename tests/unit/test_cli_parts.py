@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Iterator
 from datetime import timedelta
@@ -14,7 +15,7 @@ from pgworker import ConfigError, Stop, UnknownKind
 from pgworker.cli.database import check_dsn, describe
 from pgworker.cli.errors import report_internal, reported
 from pgworker.cli.logs import LogLevel, log_to_stderr
-from pgworker.cli.output import age, one_line, plain
+from pgworker.cli.output import age, one_line, plain, print_json
 from pgworker.cli.report import make_report
 from pgworker.cli.signals import stop_seconds
 from pgworker.kind import Kind, declare_kind
@@ -191,3 +192,12 @@ def test_the_log_level_that_was_asked_for(monkeypatch: pytest.MonkeyPatch, capsy
     logging.getLogger("pgworker").warning("not shown")
     logging.getLogger("pgworker").error("shown")
     assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_json_is_readable_and_cannot_steer_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    hurtful = {"key": "caf\u00e9 \u9b31 \x1b[2J \x9b2J \u202e \u2066 \x7f \ufeff \n"}
+    print_json(hurtful)
+    printed = capsys.readouterr().out
+    assert all(letter.isprintable() for line in printed.split("\n") for letter in line)
+    assert "caf\u00e9 \u9b31" in printed
+    assert json.loads(printed) == hurtful
