@@ -48,12 +48,17 @@ def run(bench: Bench, profile: settings) -> None:
 @pytest.mark.timeout(400)  # for the shrinking, if it fails
 @pytest.mark.ruling("2.2", "0.5")
 def test_the_statements_do_what_the_model_does(bench: Bench) -> None:
-    run(bench, QUICK)
-    hit = [each for each in expected() if bench.tally.hits[each]]
+    hit: list[tuple[str, ...]] = []
+    verdicts: set[str] = set()
+    for _ in range(4):  # one round misses a verdict with one seed in twelve
+        run(bench, QUICK)
+        hit = [each for each in expected() if bench.tally.hits[each]]
+        verdicts = {each[2] for each in hit if each[0] == "outcome"}
+        if verdicts == set(VERDICTS):
+            break
     sys.stdout.write(f"{len(hit)} of {len(list(expected()))} hit, {len(bench.probed)} combinations of columns\n")
-    # so much is hit whatever the seed
     assert len(hit) >= 100, bench.tally.report()
-    assert {each[2] for each in hit if each[0] == "outcome"} == set(VERDICTS)
+    assert verdicts == set(VERDICTS)
 
 
 @pytest.mark.soak

@@ -171,14 +171,13 @@ def test_options_past_their_limits(options: Any) -> None:
 
 
 def test_of_equal_keys_the_last_one_has_the_status() -> None:
-    flow = put_jobs(
-        TableMap(), untyped("work"), [NewJob(1, "k"), NewJob(2, "other", "r"), NewJob(3, "k")], if_pending="replace"
-    )
-    next(flow)
+    jobs = [NewJob(1, "k", "r1"), NewJob(2, "other", "r"), NewJob(3, "k", "r3")]
+    flow = put_jobs(TableMap(), untyped("work"), jobs, if_pending="replace")
+    assert next(flow).parameters["keys"] == ["other", "k"], "it stands where it was asked for"
     with pytest.raises(StopIteration) as end:
         flow.send({key: Put(key, "created", "pending", "1") for key in ("k", "other")})
     assert [(put.key, put.revision, put.status) for put in end.value.value.enqueued] == [
-        ("k", None, "replaced"), ("other", "r", "created"), ("k", None, "created")
+        ("k", "r3", "replaced"), ("other", "r", "created"), ("k", "r3", "created")
     ]  # fmt: skip
 
 
@@ -349,6 +348,13 @@ def test_what_a_kind_may_not_give(name: str) -> None:
     wrong: dict[str, Any] = {"concurrency": -1, "batch": -1, "window": -TICK, "timeout": -TICK}
     options: Any = {name: wrong.get(name, 5)}
     with pytest.raises(ConfigError, match=name):
+        make_policy("standard", options)
+
+
+@pytest.mark.parametrize("name", ["max_attempts", "max_evictions"])
+def test_no_limit_is_minus_one_and_nothing_below(name: str) -> None:
+    options: Any = {name: -2}
+    with pytest.raises(ConfigError, match=f"{name} must not be negative, got -2"):
         make_policy("standard", options)
 
 
