@@ -7,7 +7,6 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from types import TracebackType
 from typing import Self, TypeAlias, TypeVar
 
 import anyio
@@ -134,8 +133,7 @@ class AsyncApp:
         progress: Progress | None = None,
     ) -> int:
         """As retry, and for succeeded jobs, too; an old result stays until there is a new one."""
-        chosen = Selection(key, None, all, limit)
-        return await self._drive(self._registry.reopen(kind, chosen, progress, rebuild=True))
+        return await self._drive(self._registry.reopen(kind, Selection(key, None, all, limit), progress, rebuild=True))
 
     async def cancel(
         self,
@@ -230,9 +228,7 @@ class AsyncApp:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:

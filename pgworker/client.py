@@ -48,7 +48,7 @@ def put_jobs(tables: TableMap, kind: Kind, jobs: Sequence[NewJob], *, if_pending
         raise ConfigError(f"if_pending is 'replace' or 'keep', got {if_pending!r}")
     puts: dict[str, Put] = {}
     last = {row.key: index for index, row in enumerate(rows)}
-    missing = [rows[index] for index in sorted(last.values())]
+    missing = [rows[index] for index in sorted(last.values())]  # of equal keys the last one, where it was asked for
     for _ in range(_ROUNDS):
         if not missing:
             break

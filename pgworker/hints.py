@@ -16,6 +16,7 @@ import random
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
+from functools import partial
 from time import monotonic
 from typing import TypeAlias
 
@@ -220,9 +221,7 @@ class Hints:
     """
 
     def __init__(self, conninfo: str, *, channel: str, spacing: float = 0.010) -> None:
-        self._conninfo = conninfo
-        self._channel = channel
-        self._spacing = spacing
+        self._make = partial(_Sender, conninfo, channel=channel, spacing=spacing)
         self._senders: dict[int, _Sender] = {}
         # A forgotten object must not leave its thread behind; waiting for it is not for a garbage collector, though.
         weakref.finalize(self, _close_own, self._senders, 0.0).atexit = False
@@ -244,8 +243,7 @@ class Hints:
         pid = os.getpid()
         sender = self._senders.get(pid)
         if sender is None:  # setdefault, so that no lock of ours can be held by another thread at a fork
-            new = _Sender(self._conninfo, channel=self._channel, spacing=self._spacing)
-            sender = self._senders.setdefault(pid, new)
+            sender = self._senders.setdefault(pid, self._make())
         sender.tell((payload, transaction))
 
     def close(self, timeout: float = 1.0) -> None:

@@ -6,7 +6,6 @@ import logging
 import random
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from importlib.metadata import version
 
 import anyio
 import psycopg
@@ -15,6 +14,7 @@ from pgworker import operations
 from pgworker.db import Database
 from pgworker.job import State
 from pgworker.queue import Queue
+from pgworker.schema.files import release
 from pgworker.statements import BEGINNING, Lane, forget_runners, report_runners
 from pgworker.tablemap import TableMap
 
@@ -25,7 +25,7 @@ REPORT_EVERY = timedelta(seconds=5)
 EXPIRE_EVERY = timedelta(minutes=1)
 _SIGN_OFF_SECONDS = 1.0  # a stop must not wait for what is only a courtesy
 _PAGE = 1_000  # rows read by one statement: a few milliseconds, however long the backlog
-RELEASE = version("pgworker")
+RELEASE = release()
 
 
 async def reap_forever(queue: Queue, database: Database, wake: Callable[[], None]) -> None:
