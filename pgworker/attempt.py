@@ -51,12 +51,12 @@ class _Item:
     claim: Claim
     job: Job[object]
     stopped: Cause | None = None
-    """What the lease keeper said, from a thread of its own."""
+    """What the lease keeper said, from a thread of its own, or the runner."""
     result: Result | None = None
 
     def stop(self, cause: Cause) -> None:
-        """Tell the handler, and remember it for a later call of the same job."""
-        self.stopped = cause
+        """Tell the handler, and remember it for a later call of the same job; the first cause stays."""
+        self.stopped = self.stopped or cause
         self.job.signal.set(cause)
 
     def begin_anew(self) -> None:
@@ -97,7 +97,7 @@ class Attempt:
         """Cut the call short and give its jobs back; what has been written already stays."""
         self._releasing = True
         for item in self._items:
-            item.job.signal.set("release")
+            item.stop("release")
         self._cancel()
 
     async def run(self) -> None:
@@ -141,19 +141,20 @@ class Attempt:
             await self._call_singly(called)
 
     async def _call_singly(self, items: Sequence[_Item]) -> None:
-        """Once more, each job alone with a deadline of its own: what one of them does is not the others' fault."""
+        """Once more, each job alone with a deadline of its own: what one of them does is not the others' fault.
+
+        None for which a stop has come: it may be why the call failed. What has no result then is given back.
+        """
         for item in items:
             item.begin_anew()
         for item in items:
-            if self._is_wanted(item):  # which a release ends, too
+            if self._is_wanted(item):
                 await self._call_handler([item])
 
     def _is_wanted(self, item: _Item) -> bool:
         """Whether a call may begin for this job."""
-        if (
-            time.monotonic() >= self._held[item].guard
-        ):  # this process stood still since the claim: somebody else runs it
-            item.job.signal.set("lost")
+        if time.monotonic() >= self._held[item].guard:  # this process stood still: somebody else runs it
+            item.stop("lost")
         return not item.job.signal.is_set()
 
     async def _call_handler(self, items: Sequence[_Item]) -> None:

@@ -70,25 +70,28 @@ _SHOWN_AS_SET: Final = (
     "interval",
 )
 """Types whose text depends on a session's settings, which the app's own part of a completion may change."""
+_LOCK_TIMEOUT: Final = "set local lock_timeout = '1s'"
+"""Less than a statement has: who waits for a lock is no fault of the table's, and may be tried again."""
 
 
 class _Column(NamedTuple):
     type: str
     not_null: bool
+    is_composite: bool
 
 
 def inspect(connection: SyncConnection, tables: TableMap, kind: str, queue: TableQueue) -> OwnTable:
     """The table as it is. Raises SchemaError, with the statements that would make it fit; psycopg.Error for an outage.
 
-    Each of our statements is sent once, without a row to work on, and rolled back: what the role may not do, and a
-    condition that is no SQL, shows now.
+    Each of our statements is sent once, without a row to work on, and rolled back: what the role may not do, a
+    condition that is no SQL, and one that takes too long show now.
     """
     try:
         with connection.transaction(force_rollback=True):
             connection.execute("set local search_path = ''")  # so that types of the app's own come with their schema
             found = send_sync(connection, look_at(queue))
         table = _own_table(kind, queue, found)
-        _try(connection, _all(table, tables, kind))
+        _try(connection, kind, queue, _all(table, tables, kind))
     except psycopg.Error as error:
         if is_outage(error) or is_conflict(error):
             raise
@@ -96,11 +99,16 @@ def inspect(connection: SyncConnection, tables: TableMap, kind: str, queue: Tabl
     return table
 
 
-def _try(connection: SyncConnection, statements: Iterator[Statement[Any]]) -> None:
+def _try(connection: SyncConnection, kind: str, queue: TableQueue, statements: Iterator[Statement[Any]]) -> None:
     """Send them and take them back. A standby says no to the first: what it would say as a primary shows later."""
     with contextlib.suppress(pg.ReadOnlySqlTransaction), connection.transaction(force_rollback=True):
+        connection.execute(_LOCK_TIMEOUT)
         for statement in statements:
-            connection.execute(statement.sql, statement.parameters)
+            try:
+                connection.execute(statement.sql, statement.parameters)
+            except pg.QueryCanceled as error:
+                too_slow = f"{statement.name} takes too long. Does it lack its index? {index_for(queue)}"
+                raise SchemaError(f"kind {kind!r}: {queue.table} cannot be worked on: {too_slow}") from error
 
 
 def _own_table(kind: str, queue: TableQueue, found: Sequence[Row]) -> OwnTable:
@@ -108,7 +116,8 @@ def _own_table(kind: str, queue: TableQueue, found: Sequence[Row]) -> OwnTable:
         raise SchemaError(f"kind {kind!r}: there is no table {queue.table}")
     can_lock, has_unique, has_index = found[0][:3]
     columns = {
-        cast("str", name): _Column(cast("str", type_), cast("bool", not_null)) for *_, name, type_, not_null in found
+        cast("str", name): _Column(cast("str", type_), cast("bool", not_null), cast("bool", is_composite))
+        for *_, name, type_, not_null, is_composite in found
     }
     problems = [] if can_lock else [f"{queue.table} is no table: rows of it cannot be locked"]
     problems += [*_missing(queue, columns), *_misfits(queue, columns)]
@@ -169,10 +178,12 @@ def _misfits(queue: TableQueue, columns: dict[str, _Column]) -> Iterator[str]:
     for name, column in queue.columns.items():
         if column not in columns:
             continue
-        type_, not_null = columns[column]
+        type_, not_null, is_composite = columns[column]
         wanted = TYPES.get(name, (type_,))
         if name == "key" and type_.endswith("[]"):
             yield f"{column} is an array, by which no row can be asked for"
+        if name == "key" and is_composite:
+            yield f"{column} is of the composite type {type_}, by which no row can be asked for"
         if type_ not in wanted:
             yield f"{column} ({name}) is {type_}, must be {' or '.join(wanted)}"
         if name in _NOT_NULL and not not_null:

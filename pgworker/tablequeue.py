@@ -30,7 +30,7 @@ class TableQueue:
     """With its schema: `app.messages`."""
     _: KW_ONLY
     key: str
-    """Names the thing worked on; unique, never null, of any type but an array."""
+    """Names the thing worked on; unique, never null, of any type but an array or a composite."""
     revision: str
     """Says which version of it: a number, a hash, an instant. While it is null there is nothing to do."""
     state: str

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Final, cast
@@ -79,6 +79,13 @@ def _is_revision(column: str, type_: str) -> str:
     return f'j.{column}::text collate "C" = i.revision' if type_ == "text" else f"j.{column} = i.revision"
 
 
+def _is_behind(columns: Mapping[str, str]) -> str:
+    """Whether j is of a later lane than l: of columns alone, as a constant among them would keep it off the index."""
+    lane = [name for name in ("urgency", "priority") if name in columns]
+    ours = ", ".join(f"j.{columns[name]}" for name in lane)
+    return f"({ours}) > ({', '.join(f'l.{name}' for name in lane)})" if lane else "false"
+
+
 def _places(table: OwnTable) -> dict[str, str]:
     """What stands for each place of a template. `{j.name}` is the value of a column in the row j."""
     queue = table.queue
@@ -98,6 +105,7 @@ def _places(table: OwnTable) -> dict[str, str]:
         **{name: text.replace("%", "%%") for name, text in (states | own).items()},
         "table": queue.qualified,
         "j.payload": _payload(queue),
+        "j.is_behind": _is_behind(columns),
         "is_revision": _is_revision(columns["revision"], table.revision_type),
         "key_type": table.key_type,
         "revision_type": table.revision_type,

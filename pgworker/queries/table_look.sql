@@ -1,6 +1,6 @@
 -- What an app's own table is like.
--- A row for each of its columns: its type (of a domain: the type below it), whether it may be null; and of the
--- table whether it can be locked, has a unique index on its key, and one to claim along.
+-- A row for each of its columns: its type (of a domain: the type below it), whether it may be null, whether it is a
+-- composite; and of the table whether it can be locked, has a unique index on its key, and one to claim along.
 -- Locks: nothing.
 -- Index: the catalog's own.
 -- Fence: none, it only reads.
@@ -21,5 +21,5 @@ with recursive relation as materialized (
 select r.relkind in ('r', 'p'),
        exists (select from indexes i where i.is_unique and i.columns[1] = %(key)s::text),
        exists (select from indexes i where i.columns[1:cardinality(%(claim_index)s::text[])] = %(claim_index)s::text[]),
-       t.name, format_type(t.type, -1), t.not_null
+       t.name, format_type(t.type, -1), t.not_null, exists (select from pg_type c where c.oid = t.type and c.typtype = 'c')
 from relation r left join types t on not exists (select from pg_type d where d.oid = t.type and d.typtype = 'd')

@@ -85,6 +85,10 @@ class Lying:
     def renewals(self) -> Renewals:
         return self.real.renewals
 
+    @property
+    def has_blank_keys(self) -> bool:
+        return self.real.has_blank_keys
+
     def claim(self, lane: Lane, *, limit: int, token: uuid.UUID, runner: str) -> Statement[list[Claim]]:
         self.asked.append(time.monotonic())
         honest = bool(self.lied)

@@ -13,6 +13,7 @@ from uuid import uuid4
 import anyio
 import psycopg
 import pytest
+from psycopg.errors import LockNotAvailable
 
 from pgworker import App, Job, Lease, SchemaError, TableQueue
 from pgworker.db import send_sync
@@ -168,6 +169,43 @@ def test_each_lane_has_its_own_next_time(messages: Adapter, admin: Admin, hand: 
         messages.set(admin, number, urgency=urgency, priority=priority, ready_at=ready)
     dues = send_sync(hand.connection, messages.open(hand.connection).survey())
     assert [round((due.due_in_seconds or 0) / 3600) for due in dues] == list(lanes.values())
+
+
+LANE_COLUMNS = [("urgency", "priority"), ("urgency",), ("priority",), ()]
+
+
+@pytest.mark.contract("A18")
+@pytest.mark.parametrize("mapped", LANE_COLUMNS, ids=lambda mapped: " and ".join(mapped) or "neither")
+def test_a_table_may_have_one_half_of_the_lanes(
+    mapped: tuple[str, ...], messages: Adapter, admin: Admin, hand: Hand
+) -> None:
+    lanes = [(-1, 2), (0, -5), (0, 3), (1, -5), (1, 4), (2, 0)]
+    for number, (urgency, priority) in enumerate(lanes):
+        messages.put(admin, number)
+        messages.set(admin, number, urgency=urgency, priority=priority)
+    assert messages.queue is not None
+    without: dict[str, Any] = {name: None for name in ("urgency", "priority") if name not in mapped}
+    table = inspect(hand.connection, TABLES, KIND, replace(messages.queue, **without))
+    dues = send_sync(hand.connection, RowsQueue(TABLES, messages.kind(), table).survey())
+    wanted = {(urgency * ("urgency" in mapped), priority * ("priority" in mapped)) for urgency, priority in lanes}
+    assert [(due.lane.urgency, due.lane.priority) for due in dues] == sorted(wanted)
+    assert all((due.due_in_seconds or 0) < 0 for due in dues)
+
+
+def test_a_survey_of_lanes_without_number_sees_the_first_thousand_of_each_class(
+    messages: Adapter, admin: Admin, hand: Hand
+) -> None:
+    admin.execute(
+        "insert into crawl.messages (message_id, body, embed_class, embed_rank)"
+        " select 10000 * urgency + rank, 'b', urgency, rank"
+        " from generate_series(0, 1) urgency, generate_series(1, 1500) rank"
+    )
+    queue = rows_queue(hand, messages)
+    for first, last in ((1, 1000), (1001, 1500)):
+        dues = send_sync(hand.connection, queue.survey())
+        wanted = [Lane(KIND, urgency, rank) for urgency in (0, 1) for rank in range(first, last + 1)]
+        assert [due.lane for due in dues] == wanted
+        admin.execute("update crawl.messages set embed_state = 1 where embed_rank <= 1000")
 
 
 def claim_one(hand: Hand, queue: RowsQueue) -> list[Claim]:
@@ -632,6 +670,17 @@ def test_an_array_is_no_key(admin: Admin, hand: Hand) -> None:
     assert "k is an array" in refused(hand, replace(_Odd.queue, table="public.lists"))
 
 
+@pytest.mark.parametrize("type_", ["crawl.pair", "crawl.checked"])
+def test_a_composite_is_no_key(type_: str, messages: Adapter, admin: Admin, hand: Hand) -> None:
+    admin.execute(
+        "create type crawl.pair as (x int, y text); create domain crawl.checked as crawl.pair check ((value).x > 0);"
+        f"create table crawl.odd (k {type_} primary key, r int, s text, t uuid, l timestamptz, at timestamptz, n int);"
+        "grant all on crawl.odd to public"
+    )
+    assert _Odd.queue is not None
+    assert "k is of the composite type crawl.pair" in refused(hand, _Odd.queue)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -645,6 +694,21 @@ def test_a_mapping_that_makes_no_sql_is_told(messages: Adapter, hand: Hand, chan
     told = refused(hand, replace(messages.queue, **change))
     assert "crawl.messages cannot be worked on" in told
     assert said in told
+
+
+def test_a_table_on_which_a_statement_takes_too_long_is_told(messages: Adapter, admin: Admin, hand: Hand) -> None:
+    messages.put(admin, 1)
+    hand.connection.execute("set statement_timeout = '100ms'")
+    assert messages.queue is not None
+    told = refused(hand, replace(messages.queue, where="pg_sleep(10) is not null"))
+    assert "table_survey takes too long. Does it lack its index? create index" in told
+
+
+def test_a_table_that_somebody_locks_is_no_fault_of_the_tables(messages: Adapter, admin: Admin, hand: Hand) -> None:
+    with admin.transaction():
+        admin.execute("lock table crawl.messages")
+        with pytest.raises(LockNotAvailable):
+            messages.open(hand.connection)
 
 
 def test_a_role_that_may_not_write_is_told(messages: Adapter, admin: Admin, make_role: str) -> None:

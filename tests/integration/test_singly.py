@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 from typing import Any, TypeAlias
 
 import anyio
+import anyio.to_thread
 import psycopg
 import pytest
 
@@ -156,6 +158,98 @@ async def test_a_release_on_the_way_gives_all_of_them_back(app: App, admin: Admi
     found = admin.execute("select distinct state, token, attempts, last_code from pgworker.jobs").fetchall()
     assert found == [("pending", None, 0, None)]
     assert worker.status()["work"].released == 5
+
+
+def left_alone(admin: Admin) -> int:
+    """How many jobs wait as if nobody had ever claimed them."""
+    found = admin.execute(
+        "select count(*) from pgworker.jobs"
+        " where state = 'pending' and token is null and attempts = 0 and evictions = 0 and last_code is null"
+    ).fetchone()
+    assert found is not None
+    return int(found[0])
+
+
+@pytest.mark.contract("A61")
+@pytest.mark.parametrize("colour", ["async", "def"])
+@pytest.mark.parametrize("moment", ["in the call with all", "in the second of the others"])
+async def test_a_handler_that_fails_because_of_a_release_is_not_called_again(
+    app: App, admin: Admin, colour: str, moment: str
+) -> None:
+    calls: list[int] = []
+    last = 1 if moment == "in the call with all" else 3
+
+    async def work(batch: list[Job[int]]) -> list[int]:
+        calls.append(len(batch))
+        if len(calls) == last:
+            try:
+                await anyio.sleep(10)
+            finally:
+                raise ValueError
+        return await explode(batch) if len(batch) > 1 else [0]
+
+    def work_in_thread(batch: list[Job[int]]) -> list[int]:
+        calls.append(len(batch))
+        if len(calls) == last:
+            batch[0].signal.wait(10)
+            raise ValueError
+        return [0] * (len(batch) % 4)  # which is none for the call with all
+
+    handler: Any = work if colour == "async" else work_in_thread
+    app.kind("work", batch=4, singly=True)(handler)
+    await app.enqueue_many("work", jobs(4))
+    async with running(app.worker()) as worker:
+        with anyio.fail_after(5):
+            while len(calls) < last:  # noqa: ASYNC110 - the thread has no event of the loop's
+                await anyio.sleep(0.01)
+    assert calls == [4, 1, 1][:last]
+    assert left_alone(admin) == 4
+    assert worker.status()["work"].released == 4
+
+
+@pytest.mark.contract("A61")
+async def test_a_release_after_a_missed_deadline_is_not_forgotten_with_it(app: App, admin: Admin) -> None:
+    calls: list[int] = []
+    late = threading.Event()
+
+    @app.kind("work", batch=4, singly=True, timeout=0.1)
+    def work(batch: list[Job[int]]) -> list[int]:
+        calls.append(len(batch))
+        batch[0].signal.wait(10)
+        late.set()
+        released.wait(10)
+        return [0] * len(batch)
+
+    released = threading.Event()
+    await app.enqueue_many("work", jobs(4))
+    async with running(app.worker()) as worker:
+        await anyio.to_thread.run_sync(late.wait, 10)
+        worker.release()
+        released.set()
+    assert calls == [4]
+    assert left_alone(admin) == 4
+
+
+@pytest.mark.ruling("2.10")
+async def test_a_job_that_was_cancelled_meanwhile_is_not_called_again(app: App, admin: Admin) -> None:
+    alone: list[int] = []
+
+    @app.kind("work", batch=3, singly=True)
+    async def work(batch: list[Job[int]]) -> list[int]:
+        if len(batch) == 1:
+            alone.append(batch[0].payload)
+            return [0]
+        await app.cancel("work", key="k0001")
+        while not batch[1].cancelled:  # noqa: ASYNC110 - the handler looks, as handlers do
+            await anyio.sleep(0.01)
+        raise ValueError
+
+    await app.enqueue_many("work", jobs(3))
+    seen = Recorder(app)
+    async with running(app.worker()):
+        await seen.count(JobSettled, 3)
+    assert alone == [0, 2]
+    assert [row(admin, f"k000{number}")["state"] for number in range(3)] == ["succeeded", "cancelled", "succeeded"]
 
 
 async def test_the_leases_are_held_until_the_last_of_them_has_run(app: App, admin: Admin, hand: Hand) -> None:

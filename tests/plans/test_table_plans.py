@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, TypeAlias
 from uuid import uuid4
 
@@ -14,6 +15,9 @@ from pgworker.job import Claim
 from pgworker.outcome import Success
 from pgworker.queue import RowsQueue
 from pgworker.statements import Lane, Statement
+from pgworker.tablecheck import inspect
+from pgworker.tablemap import TableMap
+from pgworker.tablestatements import survey_table
 from tests.adapters import KIND, Adapter, Messages, Threads
 from tests.handles import RETRY, Hand
 from tests.plans.test_plans import Explainer, Plan
@@ -154,6 +158,32 @@ def test_a_survey_reads_a_few_pages_a_lane(own: Own) -> None:
     # (a hundred leased rows at the head of the first lane)
     assert plan.pages <= 11 * 12 + 3 * 100 + 30
     assert len(send_sync(own.hand.connection, own.queue.survey())) == (10 if own.adapter.name == "messages" else 1)
+
+
+@pytest.mark.ruling("0.4")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("mapped", "lanes"), [("urgency", 2), ("priority", 10)])
+def test_a_survey_of_a_table_with_half_a_lane_reads_a_few_pages_a_lane(
+    admin: Admin, hand: Hand, mapped: str, lanes: int
+) -> None:
+    """Each lane is found by a probe of the index, not by reading the one before it."""
+    messages = Messages()
+    queue = replace(messages.queue, urgency=None) if mapped == "priority" else replace(messages.queue, priority=None)
+    messages.create(admin)
+    column = messages.columns[mapped]
+    admin.execute(
+        f"drop index crawl.messages_to_embed; create index on crawl.messages ({column}, embed_at, message_id)"
+        " where embed_state = 0 and not private and body not like '%\"secret\"%'"
+    )
+    admin.execute(
+        f"insert into crawl.messages (message_id, body, {column})"
+        " select i, 'b', i %% %s from generate_series(1, 30000) i",
+        [lanes],
+    )
+    survey = survey_table(inspect(hand.connection, TableMap(), KIND, queue), TableMap(), KIND)
+    assert Explainer(hand.connection).fresh(survey).pages <= 12 * (lanes + 2)
+    assert len(send_sync(hand.connection, survey)) == lanes
+    admin.execute("drop schema crawl cascade")
 
 
 @pytest.mark.ruling("1.7")

@@ -1,22 +1,24 @@
 -- Which lanes (kind, class, priority) of these kinds have unfinished jobs, and in how many seconds the first free one is due.
--- Says of each, too, whether its kind is paused.
+-- Says of each, too, whether its kind is paused. The lanes behind the first thousand of a class show when those are empty.
 -- Locks: nothing.
 -- Index: jobs_ready; one probe a lane, then the leased rows at the lane's head.
 -- Fence: none, it only reads.
 with recursive now as materialized (
   select clock_timestamp() as at
 ), lanes as (                                                -- a loose index scan: jump from one lane to the next
-  select k.kind, l.class, l.priority
-  from unnest(%(kinds)s::text[]) as k(kind) cross join lateral (
-    select j.class, j.priority from {jobs} j
-    where j.kind = k.kind and j.state = 'pending'
+  -- Of each class the first thousand: a walk over lanes without number would pass the deadline, and nothing be claimed at all.
+  select k.kind, c.class, l.priority, 1 as nth
+  from unnest(%(kinds)s::text[]) as k(kind) cross join (values (0::smallint), (1::smallint)) as c(class) cross join lateral (
+    select j.priority from {jobs} j
+    where j.kind = k.kind and j.class = c.class and j.state = 'pending'
     order by j.kind, j.class, j.priority limit 1) l
   union all
-  select l.kind, n.class, n.priority
+  select l.kind, l.class, n.priority, l.nth + 1
   from lanes l cross join lateral (
-    select j.class, j.priority from {jobs} j
-    where j.kind = l.kind and j.state = 'pending' and (j.class, j.priority) > (l.class, l.priority)
+    select j.priority from {jobs} j
+    where j.kind = l.kind and j.class = l.class and j.priority > l.priority and j.state = 'pending'
     order by j.kind, j.class, j.priority limit 1) n
+  where l.nth < 1000
 )
 select l.kind, l.class, l.priority,
        -- (a day is enough for whoever waits, and bounds what an infinite ready_at would make of the difference)
