@@ -61,7 +61,7 @@ def test_lag_reads_a_bounded_part_of_a_big_table(
         # 10,001 rows for each of two counts: the index, and a row's page unless it is known to be visible
         assert plan.pages <= 2 * 10_001 + 500
         assert plan.rows <= 10_001
-        assert plan.indexes <= {"jobs_ready"}
+        assert all("ready" in index for index in plan.indexes), plan.indexes  # a partition's has a name of its own
         assert plan.filtered <= 2 * 100 + 10  # the leased rows, for a count and for an age
 
 
