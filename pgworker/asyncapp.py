@@ -147,7 +147,7 @@ class AsyncApp:
         """End jobs as cancelled, at once if they do not run, else by a request to their runner; returns how many.
 
         A job that has ended, or has been asked to stop, is not counted. One whose handler comes to its end all the
-        same ends as its kind's policy says. Rows that are held: as retry.
+        same ends as the handler says, but is not tried again. Rows that are held: as retry.
         """
         return await self._drive(self._registry.cancel(kind, Selection(key, None, all, limit), progress))
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import UUID, uuid4
 
 import psycopg
+from psycopg.errors import QueryCanceled
 
 from pgworker.db import Database
 from pgworker.errors import PgworkerError
@@ -16,6 +17,11 @@ from pgworker.job import URGENCIES, Claim
 from pgworker.outcome import QUEUE_BATCH_LIMIT_EXCEEDED, QUEUE_CLAIM_FAILED, QUEUE_INVALID_CLAIM
 from pgworker.queue import Queue
 from pgworker.statements import Due
+
+_MOST_BYTES = 32 * 1024 * 1024
+"""Of payloads in one answer, as far as can be told beforehand."""
+_ASSUMED_BYTES = 256 * 1024
+"""What a payload is taken to weigh before any was seen."""
 
 
 class Taken(NamedTuple):
@@ -44,6 +50,35 @@ class ClaimRefused(PgworkerError):
 
 
 @dataclass(slots=True)
+class Appetite:
+    """How many jobs one answer may hold, learned from those before: payloads may be too large to be read in time.
+
+    What was claimed but could not be read would only come back when its lease expires, and be asked for once more.
+    """
+
+    most: float = float("inf")
+    """Halved by each claim that timed out, doubled by each that brought something."""
+    bytes_each: float = _ASSUMED_BYTES
+    """What a payload weighs on average; rises at once and falls slowly."""
+
+    def bound(self, limit: int) -> int:
+        """The number of jobs to ask for instead of `limit`: one at least."""
+        return max(1, int(min(limit, self.most, _MOST_BYTES / max(1.0, self.bytes_each))))
+
+    def choked(self, limit: int) -> None:
+        """A claim of so many jobs got no answer in time."""
+        self.most = max(1, limit // 2)
+
+    def fed(self, claims: Sequence[Claim]) -> None:
+        """A claim brought these."""
+        if not claims:
+            return
+        average = sum(len(claim.payload or "") for claim in claims) / len(claims)
+        self.bytes_each = max(average, (self.bytes_each + average) / 2)
+        self.most *= 2
+
+
+@dataclass(slots=True)
 class Claimer:
     """The claims of one runner.
 
@@ -56,9 +91,14 @@ class Claimer:
     runner: str
     weights: tuple[int, int] = (4, 1)
     rounds: int = 0
+    appetite: Appetite = field(default_factory=Appetite)
 
     async def round(self, limit: int) -> Taken:
-        """Claim up to `limit` jobs over all lanes, in order. Raises ClaimRefused; never waits for a row's lock."""
+        """Claim up to `limit` jobs over all lanes, in order. Raises ClaimRefused; never waits for a row's lock.
+
+        Fewer than `limit`, if more might be too large for one answer; then it is full all the same.
+        """
+        limit = self.appetite.bound(limit)
         preferred = self._next_class()
         asked_at = time.monotonic()
         try:
@@ -96,17 +136,22 @@ class Claimer:
 
     async def _claim(self, due: Due, limit: int) -> list[Claim]:
         token = uuid4()
-        claims = await self.database.run(self.queue.claim(due.lane, limit=limit, token=token, runner=self.runner))
+        try:
+            claims = await self.database.run(self.queue.claim(due.lane, limit=limit, token=token, runner=self.runner))
+        except (TimeoutError, QueryCanceled):
+            self.appetite.choked(limit)
+            raise
+        self.appetite.fed(claims)
         if len(claims) > limit:
             raise ClaimRefused(QUEUE_BATCH_LIMIT_EXCEEDED, f"{len(claims)} jobs for a limit of {limit}", claims)
-        if not _sound(claims, token):
+        if not _sound(claims, token, blank_keys=self.queue.has_blank_keys):
             raise ClaimRefused(QUEUE_INVALID_CLAIM, "blank or repeated identity", claims)
         return claims
 
 
-def _sound(claims: Sequence[Claim], token: UUID) -> bool:
+def _sound(claims: Sequence[Claim], token: UUID, *, blank_keys: bool) -> bool:
     """Whether each claim can be told from every other and is really ours."""
     distinct = len({claim.id for claim in claims}) == len(claims)
     return distinct and all(
-        claim.kind and claim.key and claim.token == token and claim.attempts >= 0 for claim in claims
+        claim.kind and (claim.key or blank_keys) and claim.token == token and claim.attempts >= 0 for claim in claims
     )

@@ -42,6 +42,7 @@ set client_min_messages = warning;
 set datestyle = 'ISO';
 set idle_session_timeout = 0;
 set statement_timeout = {timeout_ms};
+set lock_timeout = {lock_timeout_ms};
 set idle_in_transaction_session_timeout = {timeout_ms}
 """
 """What every session of the runtime says for itself, whatever the role's or the database's defaults are.
@@ -57,11 +58,20 @@ that was given the setting by ALTER ROLE.
 
 _WAIT_SHARE = 0.9  # of a deadline, for a connection: an error that comes before it says that nothing was sent
 _SERVER_MARGIN = timedelta(milliseconds=500)  # the server gives up first, so that it frees the locks as well
+_LONGEST_LOCK_WAIT_MS = 500
+_IMPATIENT_ROLES = frozenset({"worker"})
+"""Sessions that share their statements among many jobs: none may wait for a stranger's lock as long as it lasts.
+
+Their errors tell the two apart: LockNotAvailable for what is locked, QueryCanceled for what is too much. All others
+wait up to their deadline, as an enqueue does for a caller's open transaction.
+"""
 
 
-def session_settings(deadline: timedelta) -> bytes:
-    """The SET commands for a session whose statements have this deadline."""
-    return SESSION.format(timeout_ms=int((deadline - _SERVER_MARGIN).total_seconds() * 1000)).encode()
+def session_settings(deadline: timedelta, role: str = "") -> bytes:
+    """The SET commands for a session of this role, whose statements have this deadline."""
+    timeout_ms = int((deadline - _SERVER_MARGIN).total_seconds() * 1000)
+    lock_timeout_ms = max(1, min(_LONGEST_LOCK_WAIT_MS, timeout_ms // 2)) if role in _IMPATIENT_ROLES else 0
+    return SESSION.format(timeout_ms=timeout_ms, lock_timeout_ms=lock_timeout_ms).encode()
 
 
 NO_ANSWER = (TimeoutError, PoolTimeout)
@@ -136,6 +146,7 @@ class Database:
 
     def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int, ready: int = 0) -> None:
         self.deadline = deadline
+        self._role = role
         self._closed = asyncio.Event()
         self._warden: asyncio.Task[None] | None = None
         self._made: weakref.WeakSet[AsyncConnection] = weakref.WeakSet()
@@ -154,7 +165,7 @@ class Database:
 
     async def _configure(self, connection: AsyncConnection) -> None:
         self._made.add(connection)
-        await connection.execute(session_settings(self.deadline))
+        await connection.execute(session_settings(self.deadline, self._role))
 
     async def open(self) -> None:
         """Start the pool; connections are made in the background."""

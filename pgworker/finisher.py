@@ -11,7 +11,7 @@ from typing import Literal, cast
 
 import anyio
 import psycopg
-from psycopg.errors import RaiseException
+from psycopg.errors import LockNotAvailable, QueryCanceled, RaiseException
 
 from pgworker.db import is_conflict, is_data_error, is_outage
 from pgworker.events import Event, JobLost, JobSettled, RunnerTrouble
@@ -36,6 +36,11 @@ from pgworker.shared import Shared
 from pgworker.statements import Answer
 
 _MOST_AT_ONCE = 500
+_MOST_BYTES = 8 * 1024 * 1024
+"""Of values in one statement: they must have reached the server, and be stored, within its deadline."""
+_STALLS = (TimeoutError, QueryCanceled, LockNotAvailable)
+_PARTS = 8
+"""Into so many goes what has stalled: the fewer steps lead to the one that is at fault, the less the others wait."""
 _REFUSED_SECONDS = 30.0
 """How long a write is repeated that the database refuses, as when a right was taken away: somebody may mend it."""
 LOST = Answer("lost", None)
@@ -55,6 +60,8 @@ class Ending:
     """The returned value as the app's own writes get it."""
     refused_at: float | None = None
     """Since when the database refuses it, for what is no fault of a value."""
+    stalls: int = 0
+    """How many statements it was in that got no answer in time, or met a lock."""
     written: anyio.Event = field(default_factory=anyio.Event)
 
     def decide_anew(self, result: Failed) -> None:
@@ -63,9 +70,35 @@ class Ending:
         self.refused_at = None
 
 
-class Finisher:
-    """The one writer of a runner: what gathers while a statement is under way goes with the next one.
+class _Lane:
+    """Groups of endings, each with the monotonic time from which on it may be written, one after the other."""
 
+    def __init__(self) -> None:
+        self.waiting: list[tuple[float, Sequence[Ending]]] = []
+        self.changed = anyio.Event()
+
+    def put(self, group: Sequence[Ending], at: float) -> None:
+        self.waiting.append((at, group))
+        self.changed.set()
+
+    def take_due(self) -> list[Sequence[Ending]]:
+        now = time.monotonic()
+        due = [group for at, group in self.waiting if at <= now]
+        self.waiting = [(at, group) for at, group in self.waiting if at > now]
+        return due
+
+    async def wait(self) -> None:
+        """Until a group is due, or something has come since the last wait."""
+        seconds = min((at for at, _ in self.waiting), default=float("inf")) - time.monotonic()
+        with anyio.move_on_after(max(0.0, seconds)):
+            await self.changed.wait()
+        self.changed = anyio.Event()
+
+
+class Finisher:
+    """The writer of a runner: what gathers while a statement is under way goes with the next one.
+
+    What has stalled goes on beside the rest, in ever smaller groups, so that it holds up nobody else.
     Past `give_up_at()`, a monotonic time, nothing is tried any more: what is left comes back when its lease expires.
     """
 
@@ -83,8 +116,8 @@ class Finisher:
         self._shared = shared
         self._tell = tell
         self._fresh: deque[Ending] = deque()
-        self._again: list[tuple[float, list[Ending]]] = []
-        self._work = anyio.Event()
+        self._swift = _Lane()
+        self._slow = _Lane()
         self._failures = 0
         self._give_up_at = give_up_at
         self._some_ended = False
@@ -92,32 +125,39 @@ class Finisher:
     async def write(self, endings: Sequence[Ending]) -> None:
         """Write these ends and return when each has its verdict, or has been given up because its lease is gone."""
         self._fresh.extend(endings)
-        self._work.set()
+        self._swift.changed.set()
         for ending in endings:
             await ending.written.wait()
 
     async def run(self) -> None:
         """Write until cancelled."""
+        async with anyio.create_task_group() as lanes:
+            lanes.start_soon(self._write_lane, self._swift)
+            lanes.start_soon(self._write_lane, self._slow)
+
+    async def _write_lane(self, lane: _Lane) -> None:
         while True:
-            for group in self._due_groups():
+            for group in lane.take_due():
                 await self._write_group(group)
-            await self._wait()
+            if lane is self._swift and self._fresh:
+                await self._write_group(self._take_fresh())
+            else:
+                await lane.wait()
 
-    def _due_groups(self) -> list[list[Ending]]:
-        now = time.monotonic()
-        due = [group for at, group in self._again if at <= now]
-        self._again = [(at, group) for at, group in self._again if at > now]
-        while self._fresh:
-            due.append([self._fresh.popleft() for _ in range(min(len(self._fresh), _MOST_AT_ONCE))])
-        return due
+    def _take_fresh(self) -> list[Ending]:
+        """As many as one statement may hold, by number and by bytes; one at least."""
+        group = [self._fresh.popleft()]
+        size = _size(group[0])
+        while self._fresh and len(group) < _MOST_AT_ONCE:
+            size += _size(self._fresh[0])
+            if size > _MOST_BYTES:
+                break
+            group.append(self._fresh.popleft())
+        return group
 
-    async def _wait(self) -> None:
-        if self._fresh:
-            return
-        self._work = anyio.Event()
-        seconds = min((at for at, _ in self._again), default=float("inf")) - time.monotonic()
-        with anyio.move_on_after(max(0.0, seconds)):
-            await self._work.wait()
+    def _put(self, endings: Sequence[Ending], at: float) -> None:
+        lane = self._slow if any(ending.stalls for ending in endings) else self._swift
+        lane.put(endings, at)
 
     async def _write_group(self, group: Sequence[Ending]) -> None:
         """Send a group as one statement for successes and one for the rest."""
@@ -136,28 +176,65 @@ class Finisher:
                 statement = self._queue.settle([(each.claim, cast("Settlement", each.decision)) for each in endings])
             answers = await self._shared.database.run(statement, within=self._give_up_at() - time.monotonic())
         except (psycopg.Error, TimeoutError) as error:
-            self._send_again(endings, error)
+            await self._send_again(endings, error)
         else:
             self._failures = 0
             for ending in endings:
                 self.answered(ending, answers.get(ending.claim.id, LOST))
 
-    def _send_again(self, endings: Sequence[Ending], error: psycopg.Error | TimeoutError) -> None:
-        """After an error: halve a batch with a poisonous value, fail the value's own job, else try again later."""
+    async def _send_again(self, endings: Sequence[Ending], error: psycopg.Error | TimeoutError) -> None:
+        """After an error: part a batch with a poisonous value, fail the value's own job, else try again later."""
         now = time.monotonic()
         if _is_the_values_fault(error) and len(endings) > 1:
-            middle = len(endings) // 2
-            self._again += [(now, list(endings[:middle])), (now, list(endings[middle:]))]
+            self._put_apart(endings, 2)
         elif _is_the_values_fault(error) and isinstance(endings[0].decision, Success):
             endings[0].decide_anew(Failed(RESULT_REJECTED, type(error).__name__))
-            self._again.append((now, list(endings)))
+            self._put(endings, now)
         else:
-            self._failures += 1
             self._tell(RunnerTrouble(self._kind.name, _trouble_code(endings[0].decision), type(error).__name__))
-            lasting = not (is_outage(error) or is_conflict(error))
-            patient = [ending for ending in endings if not (lasting and self._is_refused(ending, error, now))]
-            if patient:
-                self._again.append((now + backoff(self._failures), patient))
+            if isinstance(error, _STALLS):
+                await self._stalled(endings, error)
+            else:
+                self._failures += 1
+                lasting = not (is_outage(error) or is_conflict(error))
+                self._put_patient(endings, error, lasting=lasting, pause=backoff(self._failures))
+
+    async def _stalled(self, endings: Sequence[Ending], error: psycopg.Error | TimeoutError) -> None:
+        """It was too much for one statement, or one of the rows that it writes to is locked: part them to find which.
+
+        Alone, what is locked waits for its lock as long as its lease goes on; what is too much comes to an end.
+        """
+        for ending in endings:
+            ending.stalls += 1
+        if len(endings) > 1:
+            self._put_apart(endings, _PARTS)
+        else:
+            lasting = not isinstance(error, LockNotAvailable) and await self._is_too_much(error)
+            self._put_patient(endings, error, lasting=lasting, pause=backoff(endings[0].stalls))
+
+    async def _is_too_much(self, error: psycopg.Error | TimeoutError) -> bool:
+        """Whether it was the statement, and not an outage: the server itself says so, or it answers something else."""
+        if isinstance(error, QueryCanceled):
+            return True
+        try:
+            await self._shared.database.run(self._queue.survey(), within=self._give_up_at() - time.monotonic())
+        except (psycopg.Error, TimeoutError):
+            return False
+        return True
+
+    def _put_apart(self, endings: Sequence[Ending], parts: int) -> None:
+        size = -(-len(endings) // parts)
+        for first in range(0, len(endings), size):
+            self._put(endings[first : first + size], time.monotonic())
+
+    def _put_patient(
+        self, endings: Sequence[Ending], error: psycopg.Error | TimeoutError, *, lasting: bool, pause: float
+    ) -> None:
+        """Try them again after a pause, save those that have been refused for too long by an error that lasts."""
+        now = time.monotonic()
+        patient = [ending for ending in endings if not (lasting and self._is_refused(ending, error, now))]
+        if patient:
+            self._put(patient, now + pause)
 
     def _is_refused(self, ending: Ending, error: psycopg.Error | TimeoutError, now: float) -> bool:
         """Whether the time is up for an error that no repetition mends; sees to what is left to do then.
@@ -170,7 +247,7 @@ class Finisher:
             return False
         if isinstance(ending.decision, Success):
             ending.decide_anew(Failed(QUEUE_COMPLETE_FAILED, type(error).__name__))
-            self._again.append((now, [ending]))
+            self._put([ending], now)
         else:
             self._tell(RunnerTrouble(self._kind.name, QUEUE_WRITE_REFUSED, type(error).__name__))
             self._give_up(ending, "refused")
@@ -182,7 +259,7 @@ class Finisher:
             case "done":
                 self._settled(ending, answer)
             case "busy":  # alone from now on: whoever holds this row must not hold up the others
-                self._again.append((time.monotonic() + random.uniform(0.005, 0.05), [ending]))  # noqa: S311
+                self._put([ending], time.monotonic() + random.uniform(0.005, 0.05))  # noqa: S311 - spreads retries
             case "lost" | "expired":
                 self._tell(JobLost(self._kind.name, ending.claim.key, answer.verdict))
                 ending.written.set()
@@ -238,6 +315,11 @@ def _apart(endings: Sequence[Ending]) -> list[list[Ending]]:
             parts.append(fitting := {})
         fitting[ending.claim.id] = ending
     return [list(part.values()) for part in parts]
+
+
+def _size(ending: Ending) -> int:
+    """In characters, which is near enough: bytes would cost a copy of each value."""
+    return len(ending.decision.value or "") if isinstance(ending.decision, Success) else 0
 
 
 def _trouble_code(decision: Decision) -> str:

@@ -94,7 +94,8 @@ class Pauses:
     async def _share(self, hold: _Hold) -> bool:
         statement = operations.pause_kind(self._shared.tables, self._kind, hold.seconds, hold.code)
         try:
-            await self._shared.database.run(statement, within=self._give_up_at() - time.monotonic())
+            # It may have to wait for somebody's pause or resume, which the sessions of the other database do not.
+            await self._shared.apply_database.run(statement, within=self._give_up_at() - time.monotonic())
         except (psycopg.Error, TimeoutError) as error:
             self._tell(RunnerTrouble(self._kind, QUEUE_PAUSE_FAILED, type(error).__name__))
             return False

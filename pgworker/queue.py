@@ -36,6 +36,11 @@ class Queue(Protocol):
         """How the leases of its claims are renewed."""
         ...
 
+    @property
+    def has_blank_keys(self) -> bool:
+        """Whether an empty text may be the key of a row, rather than a fault of who claimed it."""
+        ...
+
     def survey(self) -> Statement[list[Due]]:
         """The lanes that have unfinished jobs."""
         ...
@@ -94,6 +99,11 @@ class JobsTable:
     def renewals(self) -> Renewals:
         """See Queue."""
         return JobsRenewals(self.tables)
+
+    @property
+    def has_blank_keys(self) -> bool:
+        """See Queue."""
+        return False
 
     def survey(self) -> Statement[list[Due]]:
         """See Queue."""
@@ -165,6 +175,11 @@ class RowsQueue:
     def renewals(self) -> Renewals:
         """See Queue."""
         return RowRenewals(self.table)
+
+    @property
+    def has_blank_keys(self) -> bool:
+        """See Queue."""
+        return True
 
     def survey(self) -> Statement[list[Due]]:
         """See Queue."""

@@ -114,7 +114,7 @@ async def test_the_apps_write_is_seen_together_with_the_completion(app: App, adm
     assert steps.calls == ["k"]
 
 
-@pytest.mark.ruling("1.3", "2.11")
+@pytest.mark.ruling("1.3", "2.11", "4.2")
 @pytest.mark.parametrize("when", ["before", "after"])
 async def test_a_run_that_is_superseded_during_apply_takes_its_writes_back(
     app: App, admin: Admin, steps: Steps, hand: Hand, when: str

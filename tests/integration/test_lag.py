@@ -74,6 +74,21 @@ async def test_the_age_is_that_of_the_oldest_job_that_is_due_and_free_in_any_lan
 
 
 @pytest.mark.contract("A67")
+async def test_a_job_whose_worker_was_lost_counts_as_waiting_from_its_ready_time_on(
+    app: App, hand: Hand, admin: Admin
+) -> None:
+    hand.enqueue("k")
+    hand.claim(ttl_seconds=60)
+    (found,) = await app.lag("work")
+    assert (found.pending, found.ready, found.oldest_seconds) == (1, 0, None)
+    age(admin, 120)
+    (found,) = await app.lag("work")
+    assert (found.pending, found.ready) == (1, 1)
+    assert found.oldest_seconds is not None
+    assert 120 <= found.oldest_seconds < 180
+
+
+@pytest.mark.contract("A67")
 @pytest.mark.parametrize(("jobs", "exact"), [(10_000, True), (10_001, False)])
 async def test_counts_are_exact_up_to_ten_thousand_and_the_age_beyond(
     app: App,

@@ -245,6 +245,18 @@ async def test_a_live_edit_promotes_waiting_catch_up_work_and_nothing_demotes_it
     assert row(admin, "k")["class"] == 0
 
 
+@pytest.mark.ruling("2.2")
+@pytest.mark.parametrize("state", ["succeeded", "failed", "cancelled"])
+@pytest.mark.parametrize("revision", ["r1", None])
+async def test_work_that_had_ended_is_as_urgent_as_its_new_enqueue_says(
+    hand: Hand, admin: Admin, enqueue: Any, state: str, revision: str | None
+) -> None:
+    STATES[state](hand, admin, revision)
+    assert row(admin, "k")["class"] == 0
+    assert await enqueue("k", revision and "r2", "new", urgency="catch_up") == "requeued"
+    assert row(admin, "k")["class"] == 1
+
+
 @pytest.mark.contract("A11")
 async def test_keys_and_revisions_are_opaque_and_byte_exact(hand: Hand, admin: Admin, enqueue: Any) -> None:
     assert await enqueue("é/ß %s {} \\ ' \"", "7", 1) == "created"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any, TypeAlias
 
 import anyio
@@ -9,9 +10,10 @@ import psycopg
 import pytest
 from psycopg_pool import AsyncConnectionPool
 
-from pgworker import App, Job, NewJob
+from pgworker import App, Job, NewJob, Permanent
 from pgworker.events import JobSettled
 from pgworker.policy import STORE_TIMEOUT
+from pgworker.queue import JobsTable
 from tests.handles import Recorder, running
 
 Admin: TypeAlias = psycopg.Connection[Any]
@@ -100,23 +102,64 @@ async def test_no_transaction_of_the_runtime_waits_for_anything_but_its_own_stat
 
 
 @pytest.mark.contract("A30", "X37")
+@pytest.mark.parametrize("door", ["async", "sync"])
 async def test_the_server_itself_ends_a_statement_or_a_transaction_of_the_runtime_that_takes_too_long(
-    app: App, admin: Admin
+    app: App, door: str
 ) -> None:
     settings: list[tuple[Any, ...]] = []
+    ask = (
+        "select current_setting('statement_timeout')::interval,"
+        " current_setting('idle_in_transaction_session_timeout')::interval"
+    )
+    if door == "async":
 
-    async def apply(conn: psycopg.AsyncConnection[Any], job: Job[int], value: object) -> None:
-        found = await conn.execute(
-            "select current_setting('statement_timeout')::interval,"
-            " current_setting('idle_in_transaction_session_timeout')::interval"
-        )
-        settings.extend(await found.fetchall())
+        async def apply(conn: psycopg.AsyncConnection[Any], job: Job[int], value: object) -> None:
+            settings.extend(await (await conn.execute(ask)).fetchall())
 
-    @app.kind("work", apply=apply)
-    async def work(job: Job[int]) -> None: ...
+        @app.kind("work", apply=apply)
+        async def work(job: Job[int]) -> None: ...
+
+    else:
+
+        def apply_in_thread(conn: psycopg.Connection[Any], job: Job[int], value: object) -> None:
+            settings.extend(conn.execute(ask).fetchall())
+
+        @app.kind("work", apply=apply_in_thread)
+        def work_in_thread(job: Job[int]) -> None: ...
 
     seen = Recorder(app)
     await app.enqueue("work", 1)
     async with running(app.worker()):
         await seen.count(JobSettled, 1)
-    assert [timeout < STORE_TIMEOUT for timeout in settings[0]] == [True, True]
+    assert [timedelta(0) < timeout < STORE_TIMEOUT for timeout in settings[0]] == [True, True]  # (zero is no limit)
+
+
+@pytest.mark.contract("A30")
+async def test_however_many_runs_end_together_a_statement_writes_a_bounded_number_of_them(
+    app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: dict[str, list[int]] = {"finish": [], "settle": []}
+    monkeypatch.setattr("pgworker.finisher._MOST_AT_ONCE", 3)
+    finish, settle = JobsTable.finish, JobsTable.settle
+
+    def noted_finish(self: JobsTable, finished: Any) -> Any:
+        sizes["finish"].append(len(finished))
+        return finish(self, finished)
+
+    def noted_settle(self: JobsTable, settled: Any) -> Any:
+        sizes["settle"].append(len(settled))
+        return settle(self, settled)
+
+    monkeypatch.setattr(JobsTable, "finish", noted_finish)
+    monkeypatch.setattr(JobsTable, "settle", noted_settle)
+
+    @app.kind("work", batch=20, window=0, concurrency=1)
+    async def work(batch: list[Job[int]]) -> list[int | Permanent]:
+        return [job.payload if job.payload < 10 else Permanent("no") for job in batch]
+
+    seen = Recorder(app)
+    await app.enqueue_many("work", [NewJob(number) for number in range(20)])
+    async with running(app.worker()):
+        await seen.count(JobSettled, 20)
+    assert sum(sizes["finish"]) == sum(sizes["settle"]) == 10
+    assert max(*sizes["finish"], *sizes["settle"]) == 3

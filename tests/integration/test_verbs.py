@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -12,9 +13,10 @@ import anyio
 import psycopg
 import pytest
 
-from pgworker import App, ConfigError, Job, NewJob, PayloadPruned, PgworkerError, UnknownKind
+from pgworker import App, ConfigError, Job, Lease, NewJob, PayloadPruned, PgworkerError, Retry, UnknownKind
 from pgworker.db import Flow, drive_sync
 from pgworker.events import JobSettled
+from pgworker.outcome import Settlement
 from pgworker.statements import Statement
 from pgworker.verbs import PAGE, Selection
 from tests.handles import FAIL, RETRY, Hand, Recorder, age, hand, result, row, running
@@ -241,6 +243,50 @@ async def test_a_handler_that_ends_well_wins_over_a_cancel_and_one_that_would_be
     assert hand.renew(claims["a"]).cancel_requested
     assert hand.finish(claims["a"]) == ("done", "succeeded")
     assert hand.settle(claims["b"], RETRY) == ("done", "cancelled")
+
+
+@pytest.mark.ruling("2.17")
+@pytest.mark.parametrize("ending", ["value", "retry"])
+async def test_what_a_handler_makes_of_a_cancel_that_it_has_heard_of(app: App, admin: Admin, ending: str) -> None:
+    """It was told, and came to its end all the same: a value is kept, another try is not made."""
+    entered = anyio.Event()
+
+    @app.kind("stubborn", lease=Lease.renew(timedelta(seconds=20), timedelta(seconds=0.2)))
+    async def stubborn(job: Job[int]) -> int | Retry:
+        with anyio.CancelScope(shield=True), anyio.fail_after(10):
+            entered.set()
+            while not job.signal.is_set():  # noqa: ASYNC110 - set from a thread
+                await anyio.sleep(0.01)
+            assert job.signal.cause == "cancel"
+        return job.payload if ending == "value" else Retry()
+
+    seen = Recorder(app)
+    await app.enqueue("stubborn", 7, key="k", revision="r")
+    async with running(app.worker(["stubborn"])):
+        await entered.wait()
+        assert await app.cancel("stubborn", key="k") == 1
+        await seen.count(JobSettled, 1)
+    after, kept = row(admin, "k", kind="stubborn"), result(admin, "k", kind="stubborn")
+    assert (after["token"], after["cancel_requested_at"]) == (None, None)
+    if ending == "value":
+        assert kept is not None
+        assert (after["state"], kept["value"]) == ("succeeded", 7)
+    else:
+        assert (after["state"], kept) == ("cancelled", None)
+
+
+@pytest.mark.ruling("2.15")
+def test_what_is_left_of_a_row_that_has_succeeded(hand: Hand, admin: Admin) -> None:
+    hand.enqueue("k", "r", {"for": "later"})
+    hand.settle(hand.claim()[0], Settlement("pending", "handler_failed", counts=True, delay_seconds=0.0))
+    (claim,) = hand.claim()
+    admin.execute("update pgworker.jobs set cancel_requested_at = clock_timestamp()")
+    assert hand.finish(claim, "1") == ("done", "succeeded")
+    after = row(admin, "k")
+    gone = ("token", "lease_expires_at", "runner", "cancel_requested_at", "last_code", "last_error")
+    assert {name: after[name] for name in gone} == dict.fromkeys(gone)
+    assert (after["attempts"], after["payload"], after["revision"]) == (1, {"for": "later"}, "r")
+    assert after["finished_at"] is not None
 
 
 @pytest.mark.ruling("1.19")
@@ -642,10 +688,10 @@ async def test_workers_are_told_of_what_concerns_them(
     state(hand, admin)
     admin.execute("listen pgworker_pgworker")
     await call(app, "async", verb, "work", key="k")
-    await app.notify("work")  # the last one
-    await app.close()
-    heard = [each.payload for each in admin.notifies(timeout=10, stop_after=1 if told in ([], ["r:work"]) else 2)]
-    assert heard == (told or ["r:work"]) + (["r:work"] if told == ["c:work"] else [])
+    await app.close()  # sends what hints are left
+    hand.connection.execute("select pg_notify('pgworker_pgworker', 'over')")
+    heard = iter(each.payload for each in admin.notifies(timeout=10))
+    assert list(itertools.takewhile(lambda payload: payload != "over", heard)) == told
 
 
 @pytest.mark.ruling("1.19")
@@ -655,6 +701,29 @@ async def test_superseding_a_run_tells_its_runner(app: App, hand: Hand, admin: A
     assert (await app.enqueue("work", 2, key="k", revision="r2")).status == "superseded"
     heard = {each.payload for each in admin.notifies(timeout=10, stop_after=2)}
     assert heard == {"r:work", "c:work"}
+
+
+@pytest.mark.ruling("1.19")
+async def test_superseding_one_run_among_other_jobs_tells_its_runner(app: App, hand: Hand, admin: Admin) -> None:
+    runs(hand, admin)
+    admin.execute("listen pgworker_pgworker")
+    put = await app.enqueue_many("work", [NewJob(1, "a", "r1"), NewJob(2, "k", "r2"), NewJob(3, "z", "r1")])
+    assert [each.status for each in put] == ["created", "superseded", "created"]
+    heard = {each.payload for each in admin.notifies(timeout=10, stop_after=2)}
+    assert heard == {"r:work", "c:work"}
+
+
+@pytest.mark.ruling("1.19", "2.18")
+def test_the_sql_function_tells_the_runner_of_a_run_that_it_supersedes(hand: Hand, admin: Admin) -> None:
+    runs(hand, admin)
+    admin.execute("listen pgworker_pgworker")
+    hand.connection.execute("select pgworker.enqueue('work', key => 'k', revision => 'r2', wake => true)")
+    hand.connection.execute(
+        "select pgworker.enqueue('work', key => 'k', revision => 'r3', wake => true)"
+    )  # runs no more
+    hand.connection.execute("select pg_notify('pgworker_pgworker', 'over')")
+    heard = [each.payload for each in admin.notifies(timeout=10, stop_after=4)]
+    assert heard == ["r:work", "c:work", "r:work", "over"]
 
 
 @pytest.mark.contract("A8")

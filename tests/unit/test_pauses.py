@@ -21,7 +21,7 @@ class Table:
 
     def __init__(self, *, refuses: bool = False, meanwhile: Callable[[], None] = lambda: None) -> None:
         self.tables = TableMap()
-        self.database = self
+        self.apply_database = self
         self.sent: list[tuple[float, str]] = []
         self.told: list[Event] = []
         self._refuses = refuses
