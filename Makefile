@@ -2,7 +2,7 @@
 PYTHON ?= python3
 FOLDER ?=
 ONLY ?=
-WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+WORKERS ?= $(shell echo $$(($$(nproc) * 2 + 1)))
 VENV ?= .venv
 BIN = $(VENV)/bin
 
@@ -43,7 +43,7 @@ check-pyright:
 check-unit:
 	@$(BIN)/python -m pytest -q tests/unit
 
-test: check ## All of check, then the whole quick suite, and once more on a hostile database: under 4 minutes
+test: check ## All of check, then the whole quick suite: under 4 minutes
 	@.ci/legs.sh test
 
 test-all: check ## PostgreSQL 14 to 18, Python 3.11 to 3.13, containers, and the slow tests
