@@ -9,7 +9,7 @@ with input as materialized (
   select j.* from input i cross join lateral (
     select j.kind, j.id,
            j.state = 'pending' and (j.cancel_requested_at is null or (j.lease_expires_at > clock_timestamp()) is not true) as wanted
-    from {jobs} j where j.kind = i.kind and j.id = i.id) j
+    from {jobs} j where j.kind = i.kind and j.id = i.id limit 1) j
 ), held as materialized (
   select locked.* from (select * from seen where wanted order by kind, id) s cross join lateral (
     select j.kind, j.id, j.state, j.lease_expires_at, j.cancel_requested_at, j.runner

@@ -3,7 +3,8 @@
 -- Index: jobs_key, primary keys of jobs and results.
 -- Fence: the lease as it was seen: a completion that came between has written a result that this statement cannot see.
 with seen as materialized (
-  select j.kind, j.id, j.lease_epoch, j.token from {jobs} j where j.kind = %(kind)s::text and j.key = %(key)s::text
+  select j.kind, j.id, j.lease_epoch, j.token from {jobs} j
+  where j.key = %(key)s::text and j.kind || '' = %(kind)s::text  -- kind as in insert_jobs
 ), held as materialized (
   select locked.* from seen s cross join lateral (
     select j.kind, j.id from {jobs} j

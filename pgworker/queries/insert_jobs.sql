@@ -18,7 +18,8 @@ with now as materialized (
          coalesce(%(keep)s::bool and j.state = 'pending', false) as kept
   from input i left join lateral (
     select j.id, j.revision, j.state, j.class, j.lease_epoch, j.token is not null as leased
-    from {jobs} j where j.kind = i.kind and j.key = i.key limit 1) j on true
+    -- (kind as an expression: by the primary key, whose index may be the smaller one, the whole kind would be read for each key)
+    from {jobs} j where j.key = i.key and j.kind || '' = i.kind limit 1) j on true
 ), rising as materialized (                                  -- a live edit promotes waiting catch-up work; a locked row is left as it is
   select j.kind, j.id from looked l cross join lateral (
     select j.kind, j.id from {jobs} j

@@ -8,7 +8,7 @@ select i.kind, i.key, j.id, j.revision, j.generation, j.state, j.last_code, j.la
 from unnest(%(kinds)s::text[], %(keys)s::text[]) as i(kind, key)
 cross join lateral (
   select j.id, j.revision, j.generation, j.state, j.last_code, j.last_error, j.has_result and j.state = 'succeeded' as has_result
-  from {jobs} j where j.kind = i.kind and j.key = i.key limit 1) j
+  from {jobs} j where j.key = i.key and j.kind || '' = i.kind limit 1) j  -- kind as in insert_jobs
 left join lateral (
   select r.value::text as value, r.finished_at from {results} r
   where j.has_result and r.kind = i.kind and r.key = i.key and r.revision = j.revision limit 1) r on true

@@ -9,7 +9,7 @@ with input as materialized (
   select j.* from input i cross join lateral (
     select j.kind, j.id, j.payload is null as pruned,
            (j.state = any(%(states)s::text[]) and (%(code)s::text is null or j.last_code = %(code)s::text)) is true as wanted
-    from {jobs} j where j.kind = i.kind and j.id = i.id) j
+    from {jobs} j where j.kind = i.kind and j.id = i.id limit 1) j
 ), held as materialized (
   select locked.* from (select * from seen where wanted order by kind, id) s cross join lateral (
     select j.kind, j.id, j.attempts,

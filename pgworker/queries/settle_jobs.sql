@@ -8,7 +8,7 @@ with input as materialized (
 ), seen as materialized (
   select j.id from input i cross join lateral (
     select j.id from {jobs} j
-    where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token) j
+    where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token limit 1) j
 ), held as materialized (
   select locked.* from (select * from input order by kind, id) i cross join lateral (
     select j.kind, j.id, j.lease_expires_at, j.runner, j.generation = i.generation as current, i.state, i.counts, i.delay, i.code, i.error

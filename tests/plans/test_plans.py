@@ -15,6 +15,7 @@ from uuid import uuid4
 import psycopg
 import pytest
 
+from pgworker import operations
 from pgworker.job import Claim
 from pgworker.outcome import Success
 from pgworker.statements import (
@@ -312,3 +313,36 @@ def test_a_plan_from_a_young_table_that_was_analysed_reads_no_more_once_it_has_g
     plan = explainer.prepared(kept, statement())
     assert plan.rows <= 2 * 100
     assert plan.pages <= 60 * 100 + 100
+
+
+BY_KEY = {
+    "insert": (insert(1), insert(100)),
+    "results": tuple(operations.read_results(TABLES, [("work", f"k{n}") for n in range(1, 1 + m)]) for m in (1, 100)),
+    "find": (operations.find_job(TABLES, "work", "k1"), operations.find_job(TABLES, "work", "k29999")),
+    "forget": tuple(operations.forget_job(TABLES, "work", key, facts=0) for key in ("k1", "k29999")),
+}
+
+
+@pytest.mark.ruling("0.3")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("name", "part"), [("insert", "looked"), ("results", None), ("find", None), ("forget", "seen")]
+)
+def test_a_plan_from_a_table_with_a_bloated_index_of_keys_looks_up_by_the_key_all_the_same(
+    admin: Admin, explainer: Explainer, name: str, part: str | None
+) -> None:
+    """Where the index of keys is deep and that of ids is not, a walk over the whole kind looks as cheap as a probe."""
+    without_autovacuum(admin)
+    fill(admin, 20_000)
+    admin.execute("update pgworker.jobs set key = repeat('x', 400) || key")
+    admin.execute("delete from pgworker.jobs")
+    admin.execute("reindex index pgworker.jobs_pkey")
+    admin.execute("vacuum (index_cleanup off) pgworker.jobs")
+    small, large = BY_KEY[name]
+    kept = explainer.prepare(small)
+    fill(admin, 30_000)
+    plan = explainer.prepared(kept, large)
+    lookup = plan if part is None else plan.part(part)
+    assert lookup.pages <= 10 * 100
+    assert lookup.rows <= 100
+    assert lookup.filtered == 0

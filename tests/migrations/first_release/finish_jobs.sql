@@ -6,10 +6,10 @@ with input as materialized (
   select %(kind)s::text as kind, i.*
   from unnest(%(ids)s::bigint[], %(keys)s::text[], %(revisions)s::text[], %(tokens)s::uuid[], %(generations)s::int[],
               %(results)s::text[]) as i(id, key, revision, token, generation, result)
-), seen as materialized (                                    -- by the snapshot, unlocked: tells busy from lost
+), seen as materialized (                                    -- by the snapshot, unlocked: tells busy from lost; the limit keeps it one probe a row
   select j.id from input i cross join lateral (
     select j.id from {jobs} j
-    where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token) j
+    where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token limit 1) j
 ), held as materialized (
   select locked.* from (select * from input order by kind, id) i cross join lateral (
     select j.kind, j.id, j.lease_expires_at, j.has_result, j.runner, j.generation = i.generation as current, i.result

@@ -7,7 +7,7 @@ with input as materialized (
 ), seen as materialized (
   select j.id, i.ttl is null as only_looked, j.cancel_requested_at is not null as cancel_requested from input i cross join lateral (
     select j.id, j.cancel_requested_at from {jobs} j
-    where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token) j
+    where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token limit 1) j
 ), held as materialized (
   select locked.* from (select * from input where ttl is not null order by kind, id) i cross join lateral (
     select j.kind, j.id, j.lease_expires_at, i.ttl
