@@ -139,7 +139,8 @@ case ${1:-} in
             on_container 18
             compose
             # the oldest server and the hostile database in one: what is refused by either is seen
-            hostile=1 binaries 14 "${integration[@]}" tests/plans
+            hostile=1 binaries 14 "${integration[@]}"
+            binaries 14 tests/plans
         else
             echo "== legs on other servers and on a hostile database: make test-all, or PGWORKER_REQUIRE_ENGINE=1 make test"
         fi
