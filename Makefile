@@ -2,7 +2,7 @@
 PYTHON ?= python3
 FOLDER ?=
 ONLY ?=
-WORKERS ?= $(shell echo $$(($$(nproc) * 2 + 1)))
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
 VENV ?= .venv
 BIN = $(VENV)/bin
 

@@ -12,7 +12,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv=${VENV:-.venv}
-workers=${WORKERS:-$(($(nproc) * 2 + 1))} # more than cores: tests wait more than they compute
+workers=${WORKERS:-$(($(nproc) + 1))} # one more than cores: tests wait more than they compute, and some mind a crowd
 out=tests/out
 mkdir -p "$out"
 

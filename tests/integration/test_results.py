@@ -451,7 +451,10 @@ async def test_200_waits_share_a_thread_two_connections_and_a_few_statements(
         tell_done(admin, TABLES.channel)
         await background.ended(200)
     assert background.ends == {f"k{number}": f"k{number}" for number in range(200)}
-    assert reads.sizes[before:] in ([200], [200, 200])  # LISTEN's beginning may still have been at it
+    first, *second = reads.sizes[before:]
+    # LISTEN's beginning may still have been at it, which asks once more for those that have not been told yet
+    assert first == 200
+    assert len(second) <= 1
 
 
 def listening(admin: Admin, sessions: int = 1) -> None:
