@@ -80,6 +80,7 @@ def check_orphans(taken: list[Change], died_at: datetime) -> None:
         assert (change.attempts, change.evictions) == (0, (change.old_evictions or 0) + 1), change
 
 
+@pytest.mark.slow  # tests/chaos/test_ten_processes.py kills and freezes quick ones
 @pytest.mark.contract("A26", "B46", "D27")
 @pytest.mark.field("L01", "L08")
 @pytest.mark.ruling("1.16")
@@ -128,6 +129,7 @@ def kill_again_and_again(start: Start, hand: Hand, admin: Admin, *, jobs: int, d
 SLOWER_JOBS = QUICK_JOBS.replace("50", "20, poll=0.1").replace("0.01", "0.05")
 
 
+@pytest.mark.slow
 @pytest.mark.race(9)
 def test_workers_die_again_and_again(start: Start, hand: Hand, admin: Admin) -> None:
     kill_again_and_again(start, hand, admin, jobs=1000, deaths=3)
