@@ -128,7 +128,7 @@ class AsyncApp:
         kind: str,
         *,
         key: str | None = None,
-        all: bool = False,  # noqa: A002
+        all: bool = False,  # noqa: A002 - the operator's own word
         limit: int | None = None,
         progress: Progress | None = None,
     ) -> int:
@@ -140,7 +140,7 @@ class AsyncApp:
         kind: str,
         *,
         key: str | None = None,
-        all: bool = False,  # noqa: A002
+        all: bool = False,  # noqa: A002 - the operator's own word
         limit: int | None = None,
         progress: Progress | None = None,
     ) -> int:
@@ -187,10 +187,6 @@ class AsyncApp:
         return await self._run(count_lag(self._registry.settings.tables, kind))
 
     # --- the database -----------------------------------------------------------------------------------------------
-
-    async def run_flow(self, flow: Flow[T]) -> T:
-        """Run a flow of statements on the app's own pool, each in a transaction of its own."""
-        return await self._drive(flow)
 
     async def _drive(self, flow: Flow[T], conn: AnyAsyncConnection | None = None) -> T:
         if conn is None:

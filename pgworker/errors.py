@@ -67,7 +67,7 @@ class AboutJob(PgworkerError):
         return f"job {self.key!r} of kind {self.kind!r} {self._news()}"
 
     def _news(self) -> str:
-        raise NotImplementedError
+        raise NotImplementedError  # each error below has its own
 
 
 class UnknownJob(AboutJob, LookupError):

@@ -93,7 +93,7 @@ class SyncApp:
         kind: str,
         *,
         key: str | None = None,
-        all: bool = False,  # noqa: A002
+        all: bool = False,  # noqa: A002 - the operator's own word
         limit: int | None = None,
         progress: Progress | None = None,
     ) -> int:
@@ -105,7 +105,7 @@ class SyncApp:
         kind: str,
         *,
         key: str | None = None,
-        all: bool = False,  # noqa: A002
+        all: bool = False,  # noqa: A002 - the operator's own word
         limit: int | None = None,
         progress: Progress | None = None,
     ) -> int:
@@ -140,10 +140,6 @@ class SyncApp:
         return self._run(count_lag(self._registry.settings.tables, kind))
 
     # --- the database -----------------------------------------------------------------------------------------------
-
-    def run_flow(self, flow: Flow[T]) -> T:
-        """As App.run_flow."""
-        return self._drive(flow)
 
     def _drive(self, flow: Flow[T], conn: AnySyncConnection | None = None) -> T:
         if conn is None:

@@ -197,7 +197,8 @@ def _is_private(folder: Path, account: Account) -> bool:
         folder.mkdir(mode=0o700)
     except FileExistsError:
         found = folder.lstat()
-        return stat.S_ISDIR(found.st_mode) and stat.S_IMODE(found.st_mode) == 0o700 and found.st_uid == account.uid  # noqa: PLR2004
+        private = stat.S_IMODE(found.st_mode) == 0o700  # noqa: PLR2004 - a mode is best read as it is written
+        return stat.S_ISDIR(found.st_mode) and private and found.st_uid == account.uid
     except OSError:
         return False
     return True

@@ -126,7 +126,7 @@ class Stage:
 
     async def ask(self, statement: Callable[[], Statement[T]]) -> T:
         """Send one statement as `insist` does."""
-        return await self.insist(lambda: self.app.run_flow(_flow(statement())))
+        return await self.insist(lambda: self.app._drive(_flow(statement())))
 
     async def until_reaped(self, key: str) -> None:
         """Let the reaper find something to look through until the injection has fired."""

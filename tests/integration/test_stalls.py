@@ -141,7 +141,7 @@ async def test_what_one_of_many_jobs_cannot_have_costs_the_others_a_few_statemen
 async def test_a_success_that_is_too_much_by_itself_becomes_a_failure(
     app: App, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pgworker.finisher._REFUSED_SECONDS", 1.5)
+    monkeypatch.setattr("pgworker.finisher._REFUSED_SECONDS", 3.0)
     sleep_on(admin, "new.value = '3'", 30)
 
     @app.kind("work", batch=8, max_attempts=1)
@@ -157,7 +157,7 @@ async def test_a_success_that_is_too_much_by_itself_becomes_a_failure(
         (3, "failed", 1, "queue_complete_failed", "QueryCanceled")
     ]
     alone = [trouble for trouble in seen.of(RunnerTrouble) if trouble.code == "queue_complete_failed"]
-    assert len(alone) >= 3  # with the others, then alone, and once more: the server might only have been busy
+    assert len(alone) > 3  # it was tried again: the server might only have been busy
 
 
 @pytest.mark.contract("X8")
