@@ -172,10 +172,12 @@ class Runner:
         try:
             taken = await self._claimer.round(limit)
         except ClaimRefused as refusal:
+            self._tally.add("claimed", len(refusal.claims))
             self._note(RunnerTrouble(self.kind.name, refusal.code, refusal.error))
             await self._give_back(refusal.claims)
             await anyio.sleep(self.kind.policy.poll.total_seconds())
             return None
+        self._tally.add("claimed", len(taken.claims))  # what is given back at once, too: the counts must balance
         self._pauses.observe(paused=taken.paused, asked_at=taken.asked_at)
         if self._stopping.is_set() or self._pauses.hold:  # it came while the claim was under way
             await self._give_back(taken.claims)
@@ -229,7 +231,6 @@ class Runner:
 
     def _start(self, calls: anyio.abc.TaskGroup, tools: Tools, taken: Taken) -> None:
         """Begin a call for each slot's worth of claims."""
-        self._tally.add("claimed", len(taken.claims))
         for first in range(0, len(taken.claims), self.kind.call_size):
             claims = taken.claims[first : first + self.kind.call_size]
             attempt = Attempt(tools, claims, sent_at=taken.sent_at)

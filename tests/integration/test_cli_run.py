@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import time
@@ -107,7 +108,8 @@ def test_the_second_signal_gives_back(start: Start, dsn: str, admin: Admin) -> N
     worker.signal(signal.SIGINT)
     assert worker.wait() == 0
     assert time.monotonic() - before < 4.0
-    worker.log.expect("worker stopped claimed=1 succeeded=0 released=1")
+    # a claim that was under way may have taken what was just given back, and gives it back, too
+    assert re.search(r"claimed=(\d) succeeded=0 released=\1$", worker.log.expect("worker stopped"))
     assert lease(admin, "k") == FREE
     assert row(admin, "k")["attempts"] == 0
 
