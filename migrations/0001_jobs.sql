@@ -34,9 +34,10 @@ create table {schema}.jobs (
     last_code           text,                                    -- of the last run without a success
     last_error          text,                                    -- class of the exception behind it, never its text
     payload             jsonb,
-    primary key (kind, id),
-    -- (key, kind) and not (kind, key): with kind in front, a plan made while the table was empty takes this index
-    -- for lookups by (kind, id) too, and then reads every row of the kind. ON CONFLICT (kind, key) finds it all the same.
+    -- What tells rows apart goes first: with kind in front, a plan that takes the table for empty prefers either index
+    -- for the other's lookups, and then reads every row of the kind. ON CONFLICT (kind, key) finds its own all the same.
+    -- The kind is in both for tables that are partitioned by it.
+    primary key (id, kind),
     constraint jobs_key unique (key, kind),
     constraint jobs_state check (state in ('pending', 'succeeded', 'failed', 'cancelled')),
     constraint jobs_lease check ((token is null) = (lease_expires_at is null) and (token is null or state = 'pending')),

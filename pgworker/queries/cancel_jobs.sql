@@ -9,11 +9,11 @@ with input as materialized (
   select j.* from input i cross join lateral (
     select j.kind, j.id,
            j.state = 'pending' and (j.cancel_requested_at is null or (j.lease_expires_at > clock_timestamp()) is not true) as wanted
-    from {jobs} j where j.kind = i.kind and j.id = i.id limit 1) j
+    from {jobs} j where j.id = i.id and j.kind || '' = i.kind limit 1) j
 ), held as materialized (
   select locked.* from (select * from seen where wanted order by kind, id) s cross join lateral (
     select j.kind, j.id, j.state, j.lease_expires_at, j.cancel_requested_at, j.runner
-    from {jobs} j where j.kind = s.kind and j.id = s.id
+    from {jobs} j where j.id = s.id and j.kind || '' = s.kind
     for no key update skip locked) locked
 ), now as materialized (                                     -- after the last lock, by data dependence
   select clock_timestamp() as at from (select count(*) from held) as every_lock_held
@@ -28,7 +28,7 @@ with input as materialized (
     cancel_requested_at = case when not good.free then good.at end,
     (token, lease_expires_at, runner) = (select j.token, j.lease_expires_at, j.runner where not good.free)
   from good
-  where j.kind = good.kind and j.id = good.id
+  where j.id = good.id and j.kind || '' = good.kind and j.id = any(array(select good.id from good))   -- as in claim_jobs
   returning j.id, j.kind, j.key, j.revision, j.generation, j.attempts, good.free, good.runner, good.at
 ), told as (
   insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what, runner)

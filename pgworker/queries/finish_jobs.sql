@@ -30,7 +30,7 @@ with input as materialized (
     last_code = case when good.current then null else j.last_code end,
     last_error = case when good.current then null else j.last_error end
   from good
-  where j.kind = good.kind and j.id = good.id
+  where j.id = good.id and j.kind || '' = good.kind and j.id = any(array(select good.id from good))   -- as in claim_jobs
   returning j.id, j.kind, j.key, j.revision, j.generation, j.attempts, j.state, good.current, good.result,
             good.has_result as had_result, good.runner, good.at
 ), kept as (
@@ -42,6 +42,7 @@ with input as materialized (
 ), dropped as (                                              -- a success without a value leaves no older one behind
   delete from {results} r using done d
   where d.current and d.result is null and d.had_result and r.kind = d.kind and r.key = d.key
+    and r.key = any(array(select done.key from done))   -- as in claim_jobs
 ), told as (
   insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what, runner)
   select d.at, d.id, d.generation, d.attempts, d.kind, d.key, d.revision, case d.state when 'pending' then 'superseded' else d.state end, d.runner

@@ -9,13 +9,13 @@ with input as materialized (
   select j.* from input i cross join lateral (
     select j.kind, j.id, j.payload is null as pruned,
            (j.state = any(%(states)s::text[]) and (%(code)s::text is null or j.last_code = %(code)s::text)) is true as wanted
-    from {jobs} j where j.kind = i.kind and j.id = i.id limit 1) j
+    from {jobs} j where j.id = i.id and j.kind || '' = i.kind limit 1) j
 ), held as materialized (
   select locked.* from (select * from seen where wanted order by kind, id) s cross join lateral (
     select j.kind, j.id, j.attempts,
            (j.state = any(%(states)s::text[]) and (%(code)s::text is null or j.last_code = %(code)s::text)
             and j.payload is not null) is true as wanted
-    from {jobs} j where j.kind = s.kind and j.id = s.id
+    from {jobs} j where j.id = s.id and j.kind || '' = s.kind
     for no key update skip locked) locked
 ), now as materialized (                                     -- after the last lock, by data dependence
   select clock_timestamp() as at from (select count(*) from held) as every_lock_held
@@ -24,7 +24,7 @@ with input as materialized (
     state = 'pending', ready_at = greatest(now.at, j.not_before), attempts = 0, evictions = 0, last_code = null, last_error = null,
     finished_at = null, cancel_requested_at = null
   from held cross join now
-  where held.wanted and j.kind = held.kind and j.id = held.id
+  where held.wanted and j.id = held.id and j.kind || '' = held.kind and j.id = any(array(select held.id from held))   -- as in claim_jobs
   returning j.id, j.kind, j.key, j.revision, j.generation, held.attempts, now.at
 ), told as (
   insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what)

@@ -35,7 +35,7 @@ with input as materialized (
     last_error = case when decided.code is null then j.last_error else decided.error end,
     token = null, lease_expires_at = null, runner = null, cancel_requested_at = null
   from decided
-  where j.kind = decided.kind and j.id = decided.id
+  where j.id = decided.id and j.kind || '' = decided.kind and j.id = any(array(select decided.id from decided))   -- as in claim_jobs
   returning j.id, j.kind, j.key, j.revision, j.generation, j.attempts, j.state, decided.current, decided.counts, decided.code,
             decided.runner, decided.at
 ), told as (

@@ -37,7 +37,7 @@ with input as materialized (
     {state} = case good.outcome when 'succeeded' then {succeeded} when 'cancelled' then {cancelled} else {pending} end,
     {token} = null, {lease_expires_at} = null
   from good
-  where j.{key} = good.key
+  where j.{key} = good.key and j.{key} = any(array(select good.key from good))   -- as in table_claim
   returning good.id, good.outcome as state
 )
 select i.id, case when d.id is not null then 'done' when h.pending then 'expired' when s.pending then 'busy' else 'lost' end as verdict,

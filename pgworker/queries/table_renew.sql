@@ -26,7 +26,7 @@ with input as materialized (
 ), done as (
   update {table} j set {lease_expires_at} = good.until
   from good
-  where j.{key} = good.key
+  where j.{key} = good.key and j.{key} = any(array(select good.key from good))   -- as in table_claim
   returning good.id, good.cancel_requested
 )
 select i.id, case when d.id is not null or (s.only_looked and s.pending) then 'done' when h.pending then 'expired'

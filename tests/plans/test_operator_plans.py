@@ -11,7 +11,7 @@ from pgworker import operations
 from pgworker.statements import Lane, Statement
 from pgworker.tablemap import TableMap
 from tests.handles import Hand
-from tests.plans.test_plans import Explainer, Plan, fill, without_autovacuum
+from tests.plans.test_plans import Explainer, Plan, fill, take_for_empty, without_autovacuum
 
 Admin: TypeAlias = psycopg.Connection[Any]
 TABLES = TableMap()
@@ -96,9 +96,13 @@ def test_a_page_of_a_list_is_read_and_no_more(
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("emptied", [False, True])
 @pytest.mark.parametrize("verb", ["reopen", "cancel"])
-def test_a_verb_probes_once_a_job(hand: Hand, admin: Admin, plans: Explainer, verb: str) -> None:
+def test_a_verb_probes_once_a_job(admin: Admin, plans: Explainer, verb: str, *, emptied: bool) -> None:
     without_autovacuum(admin)
+    if emptied:
+        fill(admin, 1000)
+        take_for_empty(admin, "pgworker.jobs")
 
     def statement(ids: list[int]) -> Statement[Any]:
         if verb == "cancel":
@@ -120,8 +124,12 @@ def test_a_verb_probes_once_a_job(hand: Hand, admin: Admin, plans: Explainer, ve
 
 
 @pytest.mark.timeout(240)
-def test_a_forgotten_job_is_found_by_its_key(admin: Admin, plans: Explainer) -> None:
+@pytest.mark.parametrize("emptied", [False, True])
+def test_a_forgotten_job_is_found_by_its_key(admin: Admin, plans: Explainer, *, emptied: bool) -> None:
     without_autovacuum(admin)
+    if emptied:
+        fill(admin, 1000)
+        take_for_empty(admin, "pgworker.jobs")
     kept = plans.prepare(operations.forget_job(TABLES, "work", "k1", facts=1))
     fill(admin, 30_000)
     admin.execute(

@@ -21,7 +21,7 @@ with input as materialized (
 ), done as (
   update {jobs} j set lease_expires_at = good.until
   from good
-  where j.kind = good.kind and j.id = good.id
+  where j.id = good.id and j.kind || '' = good.kind and j.id = any(array(select good.id from good))   -- as in claim_jobs
   returning j.id, j.cancel_requested_at is not null as cancel_requested
 )
 select i.id, case when d.id is not null or s.only_looked then 'done' when h.id is not null then 'expired' when s.id is not null then 'busy' else 'lost' end as verdict,
