@@ -140,6 +140,16 @@ def test_a_takeover_tells_as_much_as_its_level_says(hand: Hand, admin: Admin, fa
     assert [what for (what,) in admin.execute("select what from pgworker.facts order by id")] == told
 
 
+def test_of_a_claim_of_many_each_row_keeps_its_own_history(hand: Hand, admin: Admin) -> None:
+    hand.enqueue("lost")
+    hand.claim(ttl_seconds=0.001)
+    admin.execute("select pg_sleep(0.002)")
+    hand.enqueue("new")
+    found = {claim.key: claim.evictions for claim in hand.claim(2, ttl_seconds=0.001, facts=1)}
+    assert found == {"lost": 1, "new": 0}
+    assert admin.execute("select key, what, runner from pgworker.facts").fetchall() == [("lost", "evicted", "by hand")]
+
+
 @pytest.mark.parametrize(("facts", "told"), [(1, []), (2, ["claimed"])])
 def test_a_first_claim_evicts_nobody(hand: Hand, admin: Admin, facts: int, told: list[str]) -> None:
     hand.enqueue("k")
