@@ -123,17 +123,18 @@ def send_sync(connection: AnySyncConnection, statement: Statement[T]) -> T:
     return statement.read(cast("list[Row]", rows))
 
 
-def _heed_goodbye(connection: AsyncConnection | SyncConnection) -> None:
-    """Raise for a connection that ended while it lay in the pool, seen without asking the server.
+def _is_alive(connection: AsyncConnection | SyncConnection) -> bool:
+    """Whether a connection has not ended while it lay in the pool, seen without asking the server.
 
-    Else the first statements after a restart of the server would fail, one for each connection that lay there.
+    Else the first statements after a restart of the server would fail, one for each connection that lay there. Not by
+    the pool's own `check`: it pauses after each that it finds, longer and longer.
     """
-    for _ in range(2):  # the server's last words, then the end of the stream
-        connection.pgconn.consume_input()
-
-
-async def _check(connection: AsyncConnection) -> None:
-    _heed_goodbye(connection)
+    try:
+        for _ in range(2):  # the server's last words, then the end of the stream
+            connection.pgconn.consume_input()
+    except psycopg.OperationalError:
+        return False
+    return True
 
 
 class Database:
@@ -158,7 +159,6 @@ class Database:
             open=False,
             timeout=deadline.total_seconds() * _WAIT_SHARE,
             configure=self._configure,
-            check=_check,
             name=f"pgworker {role}",
             reconnect_timeout=deadline.total_seconds(),  # the longer, the farther apart are its last tries
         )
@@ -229,12 +229,16 @@ class Database:
 
     @asynccontextmanager
     async def _connection(self) -> AsyncGenerator[AsyncConnection, None]:
-        async with self._pool.connection() as connection:
-            try:
+        while not _is_alive(connection := await self._pool.getconn()):
+            await self._pool.putconn(connection)  # which makes a new one in its place
+        try:
+            async with connection:
                 yield connection
-            except pg.ReadOnlySqlTransaction:
-                await connection.close()  # a failover made this server a standby: the pool makes a new connection
-                raise
+        except pg.ReadOnlySqlTransaction:
+            await connection.close()  # a failover made this server a standby: the pool makes a new connection
+            raise
+        finally:
+            await self._pool.putconn(connection)
 
 
 class SyncDatabase:
@@ -250,7 +254,6 @@ class SyncDatabase:
             open=False,
             timeout=deadline.total_seconds() * _WAIT_SHARE,
             configure=self._configure,
-            check=_heed_goodbye,
             name=f"pgworker {role}",
             reconnect_timeout=deadline.total_seconds(),  # the longer, the farther apart are its last tries
         )
@@ -287,12 +290,16 @@ class SyncDatabase:
 
     @contextmanager
     def _connection(self) -> Generator[SyncConnection, None, None]:
-        with self._pool.connection() as connection:
-            try:
+        while not _is_alive(connection := self._pool.getconn()):
+            self._pool.putconn(connection)
+        try:
+            with connection:
                 yield connection
-            except pg.ReadOnlySqlTransaction:
-                connection.close()
-                raise
+        except pg.ReadOnlySqlTransaction:
+            connection.close()
+            raise
+        finally:
+            self._pool.putconn(connection)
 
 
 Flow: TypeAlias = Generator[Statement[Any], Any, T]

@@ -7,7 +7,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -21,6 +23,7 @@ from pgworker import App, Backoff, ConfigError, Job, NewJob, Park, Pause, Retry
 from pgworker.errors import PgworkerError
 from pgworker.events import JobLost, JobSettled
 from pgworker.executors.guest import Contained
+from pgworker.registry import DOOR_CONNECTIONS
 from tests.handles import Recorder, result, row, running
 
 if TYPE_CHECKING:
@@ -386,12 +389,13 @@ def connections(admin: Admin, role: str = "enqueue") -> int:
     return int(found[0])
 
 
-def terminate(admin: Admin, *, role: str) -> None:
-    admin.execute(
+def terminate(admin: Admin, *, role: str) -> int:
+    """How many connections there were."""
+    return admin.execute(
         "select pg_terminate_backend(pid, 5000) from pg_stat_activity"
         " where datname = current_database() and application_name = %s",
         [f"pgworker {role}"],
-    )
+    ).rowcount
 
 
 def test_a_loop_for_each_enqueue_leaks_no_connection(dsn: str, admin: Admin) -> None:
@@ -476,22 +480,36 @@ async def test_the_connection_for_renewals_is_there_before_the_first_lease(app: 
                 await anyio.sleep(0.02)
 
 
+def waiting(admin: Admin) -> int:
+    found = admin.execute("select count(*) from pg_locks where relation = 'pgworker.jobs'::regclass and not granted")
+    return int(found.fetchall()[0][0])
+
+
 async def test_an_enqueue_survives_that_its_pooled_connections_were_ended(app: App, admin: Admin) -> None:
-    """As a restart of the server leaves them, a firewall, or idle_session_timeout."""
+    """As a restart of the server leaves them, a firewall, or idle_session_timeout; however many there are."""
     app.declare("work")
-    for _ in range(3):
-        await app.enqueue("work", 1)
-        terminate(admin, role="enqueue")
-        await app.enqueue("work", 1)
+    async with anyio.create_task_group() as callers:
+        with admin.transaction():
+            admin.execute("lock table pgworker.jobs")
+            for _ in range(DOOR_CONNECTIONS):
+                callers.start_soon(app.enqueue, "work", 1)
+            while waiting(admin) < DOOR_CONNECTIONS:
+                await anyio.sleep(0.01)
+    assert terminate(admin, role="enqueue") == DOOR_CONNECTIONS
+    await app.enqueue("work", 1)
 
 
 def test_a_synchronous_enqueue_survives_it_too(app: App, admin: Admin) -> None:
     app.declare("work")
-    with app.sync:
-        for _ in range(3):
-            app.sync.enqueue("work", 1)
-            terminate(admin, role="enqueue")
-            app.sync.enqueue("work", 1)
+    with app.sync, ThreadPoolExecutor(DOOR_CONNECTIONS) as callers:
+        with admin.transaction():
+            admin.execute("lock table pgworker.jobs")
+            calls = [callers.submit(app.sync.enqueue, "work", 1) for _ in range(DOOR_CONNECTIONS)]
+            while waiting(admin) < DOOR_CONNECTIONS:
+                time.sleep(0.01)
+        assert [call.result().status for call in calls] == ["created"] * DOOR_CONNECTIONS
+        assert terminate(admin, role="enqueue") == DOOR_CONNECTIONS
+        app.sync.enqueue("work", 1)
 
 
 @pytest.mark.parametrize(
