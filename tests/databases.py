@@ -1,4 +1,4 @@
-"""The tests' databases: one for each process of a run, emptied before each test, and scratch ones for single tests."""
+"""The tests' databases: one for each process of a run, restored before each test, and scratch ones for single tests."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
 
 import psycopg
-from psycopg import errors, sql
+from psycopg import sql
 from psycopg.conninfo import make_conninfo
 from psycopg.rows import TupleRow
 
@@ -27,14 +27,62 @@ _KEPT: Final = {"migrations"}
 
 # Everything but rows that a test may leave behind. Cheap enough to ask before each test (about 2 ms).
 _FINGERPRINT: Final = """
-select (select md5(string_agg(concat_ws(' ', c.oid, c.relname, c.relnatts, c.reloptions), ',' order by c.oid))
+select (select md5(string_agg(concat_ws(' ', c.oid, c.relname, c.relnatts, c.reloptions, c.relowner, c.relacl,
+                                        c.relrowsecurity, c.relpersistence, c.relreplident), ',' order by c.oid))
         from pg_class c join pg_namespace n on n.oid = c.relnamespace where n.nspname !~ '^(pg_|information_schema)'),
+       (select md5(string_agg(concat_ws(' ', a.attrelid, a.attname, a.attnum, a.attnotnull, a.atthasdef, a.atttypid,
+                                        a.atttypmod, a.attacl), ',' order by a.attrelid, a.attnum))
+        from pg_attribute a join pg_class c on c.oid = a.attrelid join pg_namespace n on n.oid = c.relnamespace
+        where n.nspname !~ '^(pg_|information_schema)'),
+       (select md5(string_agg(concat_ws(' ', d.oid, pg_get_expr(d.adbin, d.adrelid)), ',' order by d.oid))
+        from pg_attrdef d),
+       (select md5(string_agg(concat_ws(' ', r.oid, pg_get_ruledef(r.oid)), ',' order by r.oid))
+        from pg_rewrite r join pg_class c on c.oid = r.ev_class join pg_namespace n on n.oid = c.relnamespace
+        where n.nspname !~ '^(pg_|information_schema)'),
        (select md5(string_agg(concat_ws(' ', t.oid, t.tgenabled), ',' order by t.oid)) from pg_trigger t),
-       (select md5(string_agg(concat_ws(' ', p.oid, md5(p.prosrc)), ',' order by p.oid))
+       (select md5(string_agg(concat_ws(' ', p.oid, p.proacl, md5(p.prosrc)), ',' order by p.oid))
         from pg_proc p join pg_namespace n on n.oid = p.pronamespace where n.nspname !~ '^(pg_|information_schema)'),
        (select md5(string_agg(concat_ws(' ', c.oid, c.convalidated), ',' order by c.oid)) from pg_constraint c),
+       (select md5(string_agg(concat_ws(' ', n.oid, n.nspname, n.nspowner, n.nspacl), ',' order by n.oid))
+        from pg_namespace n where n.nspname !~ '^pg_(toast_)?temp_'),
+       (select md5(string_agg(concat_ws(' ', t.oid, t.typname, t.typacl), ',' order by t.oid))
+        from pg_type t join pg_namespace n on n.oid = t.typnamespace where n.nspname !~ '^(pg_|information_schema)'),
        (select md5(string_agg(concat_ws(' ', s.setrole, s.setconfig), ',' order by s.setrole))
         from pg_db_role_setting s join pg_database d on d.oid = s.setdatabase where d.datname = current_database())"""
+
+# Statements that drop what a test has added: all that is newer than the newest of ours. Whether that was all that it
+# has done, only the fingerprint tells.
+_UNDO: Final = """
+with o as (
+    select n.oid as namespace from pg_namespace n
+    where n.oid <= %(newest)s and n.nspname !~ '^(pg_|information_schema)')
+select format('drop schema %%I cascade', n.nspname)
+from pg_namespace n where n.oid > %(newest)s and n.nspname !~ '^pg_'
+union all
+select format('alter table %%s drop constraint if exists %%I cascade', c.conrelid::regclass, c.conname)
+from pg_constraint c
+where c.oid > %(newest)s and c.conrelid between 1 and %(newest)s and c.conislocal and c.contype <> 't'
+union all
+select format('drop trigger if exists %%I on %%s', t.tgname, t.tgrelid::regclass) from pg_trigger t
+where t.oid > %(newest)s and t.tgrelid <= %(newest)s and not t.tgisinternal and t.tgparentid = 0
+union all
+select format('drop %%s if exists %%s cascade', k.name, c.oid::regclass)
+from pg_class c join o on o.namespace = c.relnamespace
+join (values ('r', 'table'), ('p', 'table'), ('v', 'view'), ('m', 'materialized view'), ('S', 'sequence'),
+             ('i', 'index'), ('I', 'index'), ('c', 'type')) k (kind, name) on k.kind = c.relkind::text
+where c.oid > %(newest)s and not c.relispartition and not exists (select from pg_constraint where conindid = c.oid)
+union all
+select format('drop routine if exists %%s cascade', p.oid::regprocedure)
+from pg_proc p join o on o.namespace = p.pronamespace where p.oid > %(newest)s
+union all
+select format('drop type if exists %%s cascade', t.oid::regtype)
+from pg_type t join o on o.namespace = t.typnamespace
+where t.oid > %(newest)s and t.typtype in ('d', 'e', 'r') and t.typcategory <> 'A'"""
+
+_NEWEST: Final = """
+select greatest((select max(oid::bigint) from pg_class), (select max(oid::bigint) from pg_namespace),
+                (select max(oid::bigint) from pg_constraint), (select max(oid::bigint) from pg_trigger),
+                (select max(oid::bigint) from pg_proc), (select max(oid::bigint) from pg_type))"""
 
 _IDLE: Final = """
 select pid, application_name, left(query, 200) from pg_stat_activity
@@ -98,13 +146,17 @@ def end_idle_transactions(connection: Connection, databases: list[str]) -> list[
 
 
 class WorkerDatabase:
-    """The database of one test process: migrated once, emptied before each test, made anew when a test changed more."""
+    """A database of one test process: made once and restored before each test, made anew where that fails.
 
-    def __init__(self, server_dsn: str, name: str, *, hostile_mode: bool) -> None:
+    Our schema is in it if `migrated`. The hostile mode needs that.
+    """
+
+    def __init__(self, server_dsn: str, name: str, *, hostile_mode: bool = False, migrated: bool = True) -> None:
         self.name = name
         self.admin_dsn = make_conninfo(server_dsn, dbname=name)
         self.dsn = self.admin_dsn
         self._server_dsn = server_dsn
+        self._migrated = migrated
         self._role = hostile.Role(f"{name}_role", secrets.token_hex(16)) if hostile_mode else None
         try:
             self._build()
@@ -119,13 +171,15 @@ class WorkerDatabase:
             with connect(self.admin_dsn) as connection:
                 hostile.poison(connection, self._role)
         with connect(self.admin_dsn) as connection:
-            migrate(connection, TABLES)
+            if self._migrated:
+                migrate(connection, TABLES)
             if self._role:
                 hostile.partition(connection, TABLES)
                 hostile.admit(connection, TABLES, self._role)
                 self.dsn = make_conninfo(self.admin_dsn, user=self._role.name, password=self._role.password)
         self._keeper = self._open()
         self._fingerprint = self._look()
+        ((self._newest,),) = self._keeper.execute(_NEWEST).fetchall()
         self._empty = sql.SQL(";").join(
             sql.SQL("delete from {}").format(sql.Identifier(TABLES.schema, table))
             for (table,) in self._keeper.execute(
@@ -138,21 +192,27 @@ class WorkerDatabase:
 
     def _open(self) -> Connection:
         connection = connect(self.admin_dsn)
-        connection.execute("set search_path = pg_catalog; set lock_timeout = '1s'")
+        connection.execute("set search_path = pg_catalog; set lock_timeout = '500ms'")
         let_stay(connection)
         return connection
 
     def _look(self) -> TupleRow | None:
         return self._keeper.execute(_FINGERPRINT).fetchone()
 
+    def _undo(self) -> bool:
+        """Drop what the test before has added; False when it has altered more than that."""
+        found = self._keeper.execute(_UNDO, {"newest": self._newest}).fetchall()
+        self._keeper.execute(";".join(str(statement) for (statement,) in found).encode())
+        return self._look() == self._fingerprint
+
     def reset(self) -> None:
-        """Delete all rows; a database that is altered, locked or gone is made anew (about 0.3 s)."""
+        """Drop what is new and delete all rows; a database that was altered, locked or gone is made anew (0.3 s)."""
         try:
-            if self._look() == self._fingerprint:
+            if self._look() == self._fingerprint or self._undo():
                 self._keeper.execute(self._empty)
                 return
-        except (errors.LockNotAvailable, errors.QueryCanceled, psycopg.OperationalError):
-            pass  # the test before left a lock, or ended our session: build() ends all others
+        except psycopg.Error:
+            pass  # the test before left a lock, ended our session, or what cannot be dropped: build() ends all others
         self._keeper.close()
         self._build()
 
@@ -161,6 +221,13 @@ class WorkerDatabase:
         if self._keeper.closed:
             self._keeper = self._open()
         return end_idle_transactions(self._keeper, [self.name])
+
+    def end_sessions(self) -> None:
+        """End all sessions but ours."""
+        self._keeper.execute(
+            "select pg_terminate_backend(pid, 2000) from pg_stat_activity"
+            " where datname = current_database() and pid <> pg_backend_pid()"
+        )
 
     def close(self) -> None:
         """Drop the database, and its role with it."""

@@ -14,6 +14,8 @@ import psycopg
 import pytest
 
 from pgworker import NewJob
+from pgworker.cli import signals
+from tests.chaos.processes import until
 from tests.commandline import APP, Command
 from tests.handles import hand, result, row
 
@@ -142,8 +144,12 @@ async def work(job: Job[object]) -> None:
 def test_a_release_that_outlasts_its_budget_is_forced_and_the_job_runs_elsewhere_within_a_lease(
     start: Start, dsn: str, admin: Admin
 ) -> None:
+    assert 5.0 < signals._RELEASE_SECONDS < 6.0
     put(dsn, "k")
     worker = start("""
+from pgworker.cli import signals
+signals._RELEASE_SECONDS = 1.5  # so that the test is not as long
+
 @app.kind("work", lease=SHORT, stop=Stop("drain", None))
 def work(job: Job[object]) -> None:
     say("began", job.key)
@@ -154,7 +160,7 @@ def work(job: Job[object]) -> None:
     worker.signal()
     before = time.monotonic()
     assert worker.wait() == 1
-    assert 5.0 < time.monotonic() - before < 7.0
+    assert 1.4 < time.monotonic() - before < 3.5
     worker.log.expect("the stop outlasted its time")
     heir = start(ONE_AT_THE_GATE)
     heir.log.expect("worker starts")
@@ -167,10 +173,10 @@ def test_a_job_that_is_being_drained_is_not_taken_over(start: Start, dsn: str, a
     put(dsn, "k")
     worker = start(ONE_AT_THE_GATE)
     worker.out.expect("began k")
-    idle = start(ONE_AT_THE_GATE)
-    idle.log.expect("worker starts")
+    idle = start(ONE_AT_THE_GATE.replace("lease=SHORT", "lease=SHORT, poll=0.1"))
+    until(lambda: admin.execute("select count(*) from pgworker.runners").fetchone() == (2,))  # it looks for work
     worker.stop()
-    assert idle.out.silent(3.2)  # three leases, and some of its polls
+    assert idle.out.silent(2.4)  # two leases, and many of its polls
     worker.open_gate()
     assert worker.wait() == 0
     worker.out.expect("ends k")
@@ -237,6 +243,11 @@ async def work(jobs: list[Job[object]]) -> list[int]:
 def test_a_release_ends_in_its_budget_when_the_database_is_blocked(start: Start, dsn: str, admin: Admin) -> None:
     put(dsn, "k")
     worker = start("""
+from pgworker import runner
+from pgworker.cli import signals
+runner.STORE_TIMEOUT = timedelta(seconds=1.5)  # instead of 5, so that the test is not as long
+signals._RELEASE_SECONDS -= 3.5
+
 @app.kind("work", preset="content", batch=64)
 async def work(jobs: list[Job[object]]) -> list[int]:
     say("began", len(jobs))
@@ -249,7 +260,7 @@ async def work(jobs: list[Job[object]]) -> list[int]:
         before = time.monotonic()
         worker.stop()
         assert worker.wait() in {0, 1}
-        assert time.monotonic() - before < 7.0
+        assert time.monotonic() - before < 3.5
     assert row(admin, "k")["attempts"] == 0
 
 
@@ -339,7 +350,8 @@ async def work(job: Job[object]) -> None:
     child = os.fork()
     if not child:
         os.write(tell, b"!")
-        time.sleep(30)
+        for _ in range(600):  # short ones: a signal just before a sleep is only noticed after it
+            time.sleep(0.05)
         os._exit(0)
     os.read(ready, 1)
     os.kill(child, signal.SIGTERM)

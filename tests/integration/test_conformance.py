@@ -135,7 +135,7 @@ async def test_a_wrong_number_of_results_fails_the_whole_batch(app: App, adapter
     async def work(jobs: list[Job[Any]]) -> list[int]:
         return [1]
 
-    adapter.register(app, work, batch=8)
+    adapter.register(app, work, batch=8, window=0)
     for number in range(3):
         adapter.put(admin, number)
     seen = Recorder(app)
@@ -164,7 +164,7 @@ class Stage:
 @pytest.mark.contract("A24")
 async def test_a_new_revision_drops_what_comes_of_the_old(app: App, adapter: Adapter, admin: Admin) -> None:
     stage = Stage()
-    adapter.register(app, stage.call)
+    adapter.register(app, stage.call, poll=0.1)
     adapter.put(admin, 1, 1)
     seen = Recorder(app)
     async with running(app.worker()) as worker:
@@ -181,7 +181,7 @@ async def test_a_new_revision_drops_what_comes_of_the_old(app: App, adapter: Ada
 
 async def test_a_row_that_is_deleted_and_made_anew_runs_anew(app: App, adapter: Adapter, admin: Admin) -> None:
     stage = Stage()
-    adapter.register(app, stage.call)
+    adapter.register(app, stage.call, poll=0.1)
     adapter.put(admin, 1, 1)
     seen = Recorder(app)
     async with running(app.worker()):
@@ -320,7 +320,7 @@ async def test_the_apps_writes_and_the_success_commit_together_or_not_at_all(
     async def work(jobs: list[Job[Any]]) -> list[int]:
         return [13 if job.key == adapter.key(2) else 7 for job in jobs]
 
-    adapter.register(app, work, batch=8, apply=store, max_attempts=1)
+    adapter.register(app, work, batch=8, window=0, apply=store, max_attempts=1)
     for number in (1, 2, 3):
         adapter.put(admin, number)
     await work_off(app, Recorder(app), 3)
@@ -354,7 +354,7 @@ async def test_the_apps_writes_are_taken_back_when_the_row_changes_meanwhile(
         if value == 1:
             await anyio.to_thread.run_sync(changes[change])
 
-    adapter.register(app, work, apply=store_late)
+    adapter.register(app, work, apply=store_late, poll=0.1)
     adapter.put(admin, 1)
     seen = Recorder(app)
     async with running(app.worker()):

@@ -1,6 +1,6 @@
 """The demo's index on a real database and real files: what runs, what does not, and what is found.
 
-Its databases are migrated by the demo itself, hence `make_dsn`.
+Its databases are migrated by the demo itself, hence `bare_dsn`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import asynccontextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -34,18 +35,19 @@ from pgworker.demo.jobs import SourceFile, make_app
 from pgworker.demo.store import Store, key_of, store_words
 from pgworker.demo.text import Indexed
 from pgworker.errors import ConfigError, SchemaError, SchemaMissing
+from pgworker.retry import Backoff
 from pgworker.schema import grants, migrate
 from tests.commandline import Command
-from tests.databases import TABLES, Connection, MakeDsn, connect
+from tests.databases import TABLES, Connection, connect
 
 Row: TypeAlias = dict[str, Any]
 Read: TypeAlias = Callable[[str, str], bytes]
 
 
 @pytest.fixture
-def dsn(make_dsn: MakeDsn) -> str:
+def dsn(bare_dsn: str) -> str:
     """A database without anything."""
-    return make_dsn()
+    return bare_dsn
 
 
 @pytest.fixture
@@ -80,9 +82,10 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Look twenty times a second, and ask the table soon."""
+    """Look twenty times a second, ask the table soon, and try again soon."""
     monkeypatch.setattr(run, "_LOOK_EVERY_SECONDS", 0.05)
     monkeypatch.setattr(run, "_QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(jobs, "Backoff", lambda *_: Backoff(timedelta(seconds=0.05)))
 
 
 async def index(dsn: str, folder: Path) -> Report:
@@ -251,6 +254,7 @@ async def test_what_failed_for_a_passing_reason_is_tried_again_by_the_next_run(
     assert codes(report) == {"unreadable": 2, "binary": 1}
 
 
+@pytest.mark.usefixtures("_quick")
 async def test_a_file_that_changes_while_its_job_waits_is_indexed_as_it_is_in_the_end(
     dsn: str, folder: Path, admin: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -268,6 +272,7 @@ async def test_a_file_that_changes_while_its_job_waits_is_indexed_as_it_is_in_th
     assert documents(admin)["fruit.txt"]["generation"] == 3
 
 
+@pytest.mark.usefixtures("_quick")
 async def test_a_file_that_never_stands_still_fails_in_the_end(
     dsn: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,6 +445,7 @@ async def test_what_is_found_stays_until_the_new_revisions_completion(
 
 
 @pytest.mark.ruling("2.11")
+@pytest.mark.usefixtures("_quick")
 async def test_the_words_are_written_only_if_the_completion_is(
     dsn: str, folder: Path, admin: Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -507,6 +513,7 @@ async def test_a_document_that_went_meanwhile_does_not_come_back(
 # --- several at once, stops, kills ----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("_quick")
 async def test_two_at_once_share_the_work_and_each_file_runs_once(
     dsn: str, tmp_path: Path, admin: Connection, runs: list[str]
 ) -> None:

@@ -53,6 +53,50 @@ def test_objects_do_not_reach_the_next_test(admin: Connection, which: str) -> No
     admin.execute("create trigger audited before insert on pgworker.results for each row execute function audit()")
 
 
+ADDED = """
+create table public.added (n serial primary key, m int references public.added);
+create view public.seen as select * from public.added;
+create type public.mood as enum ('good', 'bad');
+create domain public.mark as int check (value > 0);
+create schema elsewhere create table more (n int);
+create function public.audit() returns trigger language plpgsql as 'begin return new; end';
+create trigger audited before insert on pgworker.results for each row execute function public.audit();
+alter table pgworker.results add constraint refuse check (value <> '13');
+create index by_priority on pgworker.jobs (priority)
+"""
+ALTERED = (
+    "alter table pgworker.results alter column value set default '1'",
+    "grant select on pgworker.results to public",
+    "create or replace view pgworker.job_states as select *, 1 as more from pgworker.job_states",
+)
+
+
+def database_of(dsn: str) -> object:
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        found = connection.execute("select oid from pg_catalog.pg_database where datname = current_database()")
+        return found.fetchone()
+
+
+def test_what_a_test_has_added_is_dropped(worker_database: WorkerDatabase, dsn: str) -> None:
+    before = database_of(worker_database.admin_dsn)
+    for _ in range(2):
+        with psycopg.connect(worker_database.admin_dsn, autocommit=True) as connection:
+            connection.execute(ADDED)
+        worker_database.reset()
+    assert database_of(worker_database.admin_dsn) == before
+
+
+@pytest.mark.parametrize("change", ALTERED)
+def test_what_a_test_has_altered_has_the_database_made_anew(
+    worker_database: WorkerDatabase, dsn: str, change: str
+) -> None:
+    before = database_of(dsn)
+    with psycopg.connect(worker_database.admin_dsn, autocommit=True) as connection:
+        connection.execute(change.encode())
+    worker_database.reset()
+    assert database_of(worker_database.admin_dsn) != before
+
+
 @pytest.mark.parametrize("which", ["first", "second"])
 def test_a_lock_left_behind_does_not_stop_the_next_test(
     admin: Connection, dsn: str, tables: TableMap, request: pytest.FixtureRequest, which: str

@@ -6,6 +6,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any, TypeAlias
 
@@ -14,11 +15,13 @@ import pytest
 
 from pgworker import App, Job, Pause, Permanent
 from pgworker.contrib.http import judge_response
-from pgworker.events import JobSettled
+from pgworker.events import Event, JobSettled
 from tests.handles import Recorder, row, running
 
 Admin: TypeAlias = psycopg.Connection[Any]
 Answers: TypeAlias = list[tuple[int, dict[str, str]]]
+
+DOWN = (401, 403, 429, 500, 503)
 
 
 class Provider:
@@ -46,8 +49,8 @@ class Provider:
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/"
 
 
-@pytest.fixture
-def provider() -> Iterator[Provider]:
+@contextmanager
+def serving() -> Iterator[Provider]:
     provider = Provider()
     thread = threading.Thread(target=provider.server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
@@ -57,8 +60,21 @@ def provider() -> Iterator[Provider]:
     thread.join()
 
 
-def ask(app: App, url: str) -> None:
-    @app.kind("embed", max_attempts=1, poll=0.2)
+@pytest.fixture
+def provider() -> Iterator[Provider]:
+    with serving() as provider:
+        yield provider
+
+
+@pytest.fixture
+def providers() -> Iterator[list[Provider]]:
+    """One for each way of being down."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(serving()) for _ in DOWN]
+
+
+def ask(app: App, url: str, *, kind: str = "embed") -> None:
+    @app.kind(kind, max_attempts=1, poll=0.2)
     def embed(job: Job[None]) -> int | Pause | Permanent | None:
         try:
             with urllib.request.urlopen(url) as answer:  # noqa: S310 - our own server
@@ -69,23 +85,36 @@ def ask(app: App, url: str) -> None:
 
 
 @pytest.mark.contract("A70")
-@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
 async def test_a_provider_that_is_down_costs_the_job_no_attempt(
-    app: App, admin: Admin, provider: Provider, status: int
+    app: App, admin: Admin, providers: list[Provider]
 ) -> None:
-    provider.answers = [(status, {"Retry-After": "1"})]
-    ask(app, provider.url)
+    """For each of these answers there is a kind, and all of them wait at once."""
+    for provider, status in zip(providers, DOWN, strict=True):
+        provider.answers = [(status, {"Retry-After": "1"})]
+        ask(app, provider.url, kind=f"embed_{status}")
+        await app.enqueue(f"embed_{status}", key="k")
     recorder = Recorder(app)
-    await app.enqueue("embed", key="k")
+    parked = dict.fromkeys(DOWN, False)
+
+    def note_parked(event: Event) -> None:
+        if isinstance(event, JobSettled) and event.state == "pending":
+            status = int(event.kind.removeprefix("embed_"))
+            found = row(admin, "k", kind=event.kind)
+            wait = admin.execute(
+                "select ready_at - clock_timestamp() <= interval '1 s' from pgworker.jobs where kind = %s", [event.kind]
+            ).fetchone()
+            parked[status] = (found["state"], found["attempts"], found["last_code"], wait) == (
+                "pending", 0, f"http_{status}", (True,),
+            )  # fmt: skip
+
+    app.events.subscribe(note_parked)
     async with running(app.worker()):
-        await recorder.count(JobSettled, 1)
-        parked = row(admin, "k", kind="embed")
-        assert (parked["state"], parked["attempts"], parked["last_code"]) == ("pending", 0, f"http_{status}")
-        wait = admin.execute("select ready_at - clock_timestamp() <= interval '1 s' from pgworker.jobs").fetchone()
-        assert wait == (True,)
-        await recorder.count(JobSettled, 2)
-    assert provider.calls == 2
-    assert (row(admin, "k", kind="embed")["state"], row(admin, "k", kind="embed")["attempts"]) == ("succeeded", 0)
+        await recorder.count(JobSettled, 2 * len(DOWN))
+    assert parked == dict.fromkeys(DOWN, True)
+    assert [provider.calls for provider in providers] == [2] * len(DOWN)
+    for status in DOWN:
+        after = row(admin, "k", kind=f"embed_{status}")
+        assert (after["state"], after["attempts"]) == ("succeeded", 0), status
 
 
 @pytest.mark.contract("A70")

@@ -55,8 +55,14 @@ THREAD = "pgworker-results"
 NEVER = 3600.0
 
 
+@pytest.fixture(autouse=True)
+def quick_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody tells of is found ten times a second."""
+    monkeypatch.setattr(waits_module, "POLL_SECONDS", 0.1)
+
+
 @pytest.fixture
-def no_poll(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_poll(quick_poll: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a wait learns, it learns at its first look or by a notification."""
     monkeypatch.setattr(waits_module, "POLL_SECONDS", NEVER)
 
@@ -764,15 +770,16 @@ def test_a_fork_gets_a_thread_of_its_own_and_leaves_the_parents_alone(dsn: str, 
     hand.enqueue("open")
     script = """
         import os, sys, threading
-        from pgworker import App
+        from pgworker import App, JobCancelled, waits
+        waits.POLL_SECONDS = 0.1
         app = App(sys.argv[1])
         app.declare("work")
         ends = []
         def wait():
             try:
-                ends.append(app.sync.result("work", "open", timeout=3))
-            except TimeoutError:
-                ends.append("timeout")
+                ends.append(app.sync.result("work", "open", timeout=20))
+            except JobCancelled:
+                ends.append("cancelled")
         waiter = threading.Thread(target=wait)
         waiter.start()
         assert app.sync.result("work", "done", timeout=20) == 1
@@ -784,8 +791,10 @@ def test_a_fork_gets_a_thread_of_its_own_and_leaves_the_parents_alone(dsn: str, 
             os._exit(int("pgworker-results" in left))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         assert app.sync.result("work", "done", timeout=20) == 1
+        assert ends == []
+        assert app.sync.cancel("work", key="open") == 1
         waiter.join()
-        assert ends == ["timeout"], ends
+        assert ends == ["cancelled"], ends
         app.sync.close()
     """
     run_script(script, dsn)

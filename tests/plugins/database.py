@@ -41,12 +41,33 @@ def worker_database(server_dsn: str, run_name: str) -> Iterator[WorkerDatabase]:
 def dsn(worker_database: WorkerDatabase) -> Iterator[str]:
     """The DSN of this process's database: our schema is in it, and not a row.
 
-    A test may make tables, triggers and functions in it: the database is made anew for the next one, which takes
-    0.3 s. A session of ours that is left in an open transaction fails the test.
+    A test may make tables, triggers and functions in it: they are dropped before the next one. One that alters what is
+    ours has the database made anew, which takes 0.3 s. A session of ours that is left in an open transaction fails the
+    test.
     """
     worker_database.reset()
     yield worker_database.dsn
     _refuse(worker_database.end_idle_transactions())
+
+
+@pytest.fixture(scope="session")
+def bare_database(server_dsn: str, run_name: str) -> Iterator[WorkerDatabase]:
+    """A database of this process without our schema."""
+    from tests.databases import WorkerDatabase  # noqa: PLC0415
+
+    database = WorkerDatabase(server_dsn, f"{run_name}_bare", migrated=False)
+    yield database
+    database.close()
+
+
+@pytest.fixture
+def bare_dsn(bare_database: WorkerDatabase) -> Iterator[str]:
+    """An owner's DSN of a database without anything, emptied sooner than `make_dsn` makes one. Never hostile."""
+    bare_database.reset()
+    yield bare_database.dsn
+    idle = bare_database.end_idle_transactions()
+    bare_database.end_sessions()
+    _refuse(idle)
 
 
 @pytest.fixture
