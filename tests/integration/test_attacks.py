@@ -493,7 +493,7 @@ async def test_an_enqueue_survives_that_its_pooled_connections_were_ended(app: A
             admin.execute("lock table pgworker.jobs")
             for _ in range(DOOR_CONNECTIONS):
                 callers.start_soon(app.enqueue, "work", 1)
-            while waiting(admin) < DOOR_CONNECTIONS:
+            while waiting(admin) < DOOR_CONNECTIONS:  # noqa: ASYNC110 - nothing tells of it
                 await anyio.sleep(0.01)
     assert terminate(admin, role="enqueue") == DOOR_CONNECTIONS
     await app.enqueue("work", 1)
