@@ -11,6 +11,7 @@ import contextlib
 import enum
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from psycopg.conninfo import conninfo_to_dict, make_conninfo
 Message: TypeAlias = tuple[bytes, bytes]
 """A message's type and its body."""
 Matches: TypeAlias = Callable[[bytes], bool]
+
+_PATIENCE_SECONDS = 5.0
 
 
 class Point(enum.Enum):
@@ -123,6 +126,8 @@ class Proxy:
             except OSError:
                 client.close()
                 continue
+            for each in (client, server):
+                _send_at_once(each)
             pair = _Pair(self, client, server)
             with self._changed:
                 self._sockets |= {client, server}
@@ -155,7 +160,11 @@ class Proxy:
         """Kill the server's process, and wait until it is gone."""
         if trap.kill:
             with psycopg.connect(self._dsn, autocommit=True, application_name="tests") as connection:
-                connection.execute("select pg_terminate_backend(%s, 5000)", [pid])
+                connection.execute("select pg_terminate_backend(%s)", [pid])  # to wait is up to us: it looks too rarely
+                give_up_at = time.monotonic() + _PATIENCE_SECONDS
+                while connection.execute("select from pg_stat_get_activity(%s)", [pid]).fetchone() is not None:
+                    assert time.monotonic() < give_up_at, "the server's process lives on"
+                    time.sleep(0.002)
         with self._changed:
             self.fired += 1
             self._changed.notify_all()
@@ -305,6 +314,12 @@ def _read(source: socket.socket, length: int) -> bytes:
             raise ConnectionResetError
         parts += part
     return parts
+
+
+def _send_at_once(each: socket.socket) -> None:
+    """Each message goes on by itself: held back until those before it are acknowledged, it would wait for 40 ms."""
+    if each.family != socket.AF_UNIX:
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
 def _cut(each: socket.socket) -> None:

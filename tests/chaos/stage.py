@@ -229,7 +229,9 @@ def build(stage: Stage) -> None:
 async def working(stage: Stage, *, own_tables: bool) -> AsyncIterator[None]:
     """A worker runs, of the kinds that are needed; in the end there is nothing left to do."""
     kinds = ["work", "applied", "spare", *(OWN_TABLES if own_tables else ())]
-    async with stage.app, running(stage.app.worker(kinds)):
+    async with stage.app, running(stage.app.worker(kinds)) as worker:
+        while not worker.status():  # noqa: ASYNC110 - no event tells that it has looked at the tables, by most statements
+            await anyio.sleep(0.01)
         yield
         await stage.until_idle()
 

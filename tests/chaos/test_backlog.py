@@ -14,7 +14,7 @@ from pgworker import App, Backoff, Job, Lease, NewJob, Retry
 from tests.chaos.audit import Admin, findings, install, read, told
 from tests.handles import Hand, running
 
-LEASE_SECONDS = 2.0
+LEASE_SECONDS = 1.2
 
 
 class Backlog:

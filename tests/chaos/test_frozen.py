@@ -14,11 +14,16 @@ def end_state(admin: Admin) -> tuple[object, object, object, object]:
     return after["state"], after["attempts"], stored and stored["value"], after["lease_epoch"]
 
 
+# Waited for to its end; what holds it and lives is done with it within milliseconds.
+QUICK = """
+QUICK = Lease.renew(timedelta(seconds=0.6), timedelta(seconds=0.2))
+"""
+
 FREEZES = {
     # in the middle of an asynchronous handler, which waits for something
     "waiting": """
 import sys
-@app.kind("work", poll=0.2, lease=SHORT)
+@app.kind("work", poll=0.2, lease=QUICK)
 async def work(job: Job[object]) -> str:
     say("began", job.key)
     try:
@@ -30,7 +35,7 @@ async def work(job: Job[object]) -> str:
 """,
     # in the handler's last step: it thaws with its value in hand
     "returning": """
-@app.kind("work", poll=0.2, lease=SHORT)
+@app.kind("work", poll=0.2, lease=QUICK)
 async def work(job: Job[object]) -> str:
     say("began", job.key)
     if WHO == "first":
@@ -45,7 +50,7 @@ async def store(connection: object, job: Job[object], value: str) -> None:
     if WHO == "first":
         os.kill(os.getpid(), signal.SIGSTOP)
 
-@app.kind("work", poll=0.2, lease=SHORT, apply=store)
+@app.kind("work", poll=0.2, lease=QUICK, apply=store)
 async def work(job: Job[object]) -> str:
     say("began", job.key)
     return WHO
@@ -63,14 +68,14 @@ def test_what_a_frozen_process_writes_after_its_lease_is_refused(
     install(admin)
     admin.execute("create table public.stored (by text); grant all on public.stored to public")
     put(dsn, "k")
-    who = 'WHO = os.environ["WHO"]\n'
-    first = start(who + FREEZES[where], env={"WHO": "first"})
+    source = QUICK + 'WHO = os.environ["WHO"]\n' + FREEZES[where]
+    first = start(source, env={"WHO": "first"})
     first.out.expect("began k")
     if where == "waiting":
         first.freeze()
     else:
         first.wait_until_frozen()
-    second = start(who + FREEZES[where], env={"WHO": "second"})
+    second = start(source, env={"WHO": "second"})
     second.out.expect("began k")
     if where == "waiting":
         second.open_gate()
@@ -116,17 +121,18 @@ async def work(job: Job[object]) -> str:
 @pytest.mark.ruling("1.5")
 def test_a_handler_that_blocks_the_loop_keeps_its_lease_and_is_warned_of(start: Start, dsn: str, admin: Admin) -> None:
     source = """
-@app.kind("work", poll=0.1, lease=Lease.renew(timedelta(seconds=0.6), timedelta(seconds=0.1)))
+@app.kind("work", poll=0.1, lease=Lease.renew(timedelta(seconds=0.5), timedelta(seconds=0.1)))
 async def work(job: Job[object]) -> str:
     say("began", job.key)
-    time.sleep(3)  # which releases the interpreter
+    time.sleep(2.5)  # which releases the interpreter
     return "done"
 """
+    blocked, idle = start(source), start(source)
+    wait_until_ready(admin, blocked, idle)
+    idle.freeze()  # so that it is the other who gets it
     put(dsn, "k")
-    blocked = start(source)
     blocked.out.expect("began k")
-    idle = start(source)
-    idle.log.expect("worker starts")
+    idle.thaw()
     assert "kinds=work" in blocked.log.expect("the event loop stands still")
     assert row(admin, "k")["state"] == "pending"  # it is said while it lasts
     until(lambda: row(admin, "k")["state"] == "succeeded")
@@ -138,17 +144,17 @@ GREEDY = """
 import re
 WHO = os.environ["WHO"]
 
-def hopeless(length: int) -> float:
-    began = time.monotonic()
-    re.fullmatch("(a+)+b", "a" * length)  # never lets go of the interpreter; each letter doubles the time
-    return time.monotonic() - began
+def hopeless(length: int, times: int = 1) -> float:
+    began = time.thread_time()
+    re.match("(?!(?:a+)+b)" * times, "a" * length)  # lets go of the interpreter after the last of them
+    return time.thread_time() - began
 
-@app.kind("work", poll=0.1, lease=SHORT)
+@app.kind("work", poll=0.1, lease=QUICK)
 async def work(job: Job[object]) -> str:
     if WHO == "first":
-        length = next(length for length in range(16, 40) if hopeless(length) > 0.06)
+        length = next(length for length in range(14, 40) if hopeless(length) > 0.02)  # each letter doubles the time
         say("began", job.key)
-        hopeless(length + 5)
+        hopeless(length, round(1.8 / hopeless(length)))
     return WHO
 """
 
@@ -159,7 +165,8 @@ def test_a_handler_that_keeps_the_interpreter_to_itself_loses_its_lease_and_writ
     start: Start, dsn: str, admin: Admin
 ) -> None:
     install(admin)
-    first, second = start(GREEDY, env={"WHO": "first"}), start(GREEDY, env={"WHO": "second"})
+    source = QUICK + GREEDY
+    first, second = start(source, env={"WHO": "first"}), start(source, env={"WHO": "second"})
     wait_until_ready(admin, first, second)
     second.freeze()
     put(dsn, "k")
@@ -179,7 +186,9 @@ def test_a_handler_that_keeps_the_interpreter_to_itself_loses_its_lease_and_writ
 def test_a_handler_does_not_start_on_a_lease_that_ended_after_the_claim(
     start: Start, dsn: str, admin: Admin, batch: int
 ) -> None:
-    source = """
+    source = (
+        QUICK
+        + """
 from pgworker.claimer import Claimer
 from pgworker.leases import LeaseKeeper
 WHO = os.environ["WHO"]
@@ -199,11 +208,12 @@ def no_guard(self):  # the thread that would notice comes too late
 Claimer.round = round
 LeaseKeeper.guard = no_guard
 
-@app.kind("work", poll=0.2, lease=SHORT)
+@app.kind("work", poll=0.2, lease=QUICK)
 async def work(job: Job[object]) -> str:
     say("began", job.key, job.lease_epoch)
     return WHO
 """
+    )
     if batch:
         source = source.replace('"work", poll', '"work", batch=64, poll').replace("(job: Job[object]) -> str", "(jobs)")
         source = source.replace('say("began", job.key', 'for job in jobs: say("began", job.key')

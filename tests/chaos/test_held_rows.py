@@ -24,7 +24,7 @@ async def hold_one_of_many(app: App, dsn: str, admin: Admin, *, lease: float, ho
     inside = 0
     all_inside, leave = anyio.Event(), anyio.Event()
 
-    @app.kind("work", concurrency=JOBS, lease=Lease.renew(timedelta(seconds=lease)))
+    @app.kind("work", concurrency=JOBS, poll=0.2, lease=Lease.renew(timedelta(seconds=lease)))
     async def work(job: Job[int]) -> int:
         nonlocal inside
         inside += 1
@@ -53,7 +53,7 @@ async def hold_one_of_many(app: App, dsn: str, admin: Admin, *, lease: float, ho
             await brief.rollback()
             await seen.wait(lambda: len(seen.of(JobSettled)) == JOBS - 1)
         await caller.rollback()
-        await seen.wait(lambda: len(seen.of(JobSettled)) == JOBS, within=lease + 1.0 + 2.0)
+        await seen.wait(lambda: len(seen.of(JobSettled)) == JOBS, within=lease + 0.2 + 2.8)
     log = read(admin)
     assert not findings(log)
     assert {change.key for change in log if change.is_takeover} == {"k250"}

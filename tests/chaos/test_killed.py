@@ -148,7 +148,7 @@ def test_a_death_after_the_effect_repeats_it_under_the_same_idempotency_key(
     start: Start, dsn: str, admin: Admin
 ) -> None:
     source = """
-@app.kind("work", poll=0.2, lease=SHORT)
+@app.kind("work", poll=0.2, lease=Lease.renew(timedelta(seconds=0.6), timedelta(seconds=0.15)))
 async def work(job: Job[object]) -> None:
     say("effect", job.key, job.revision, job.idempotency_key, job.token, job.attempts, job.evictions)
     await gate()
@@ -170,9 +170,9 @@ async def work(job: Job[object]) -> None:
 
 POISON = """
 import pgworker.maintenance
-pgworker.maintenance.REAP_EVERY = timedelta(seconds=0.5)
+pgworker.maintenance.REAP_EVERY = timedelta(seconds=0.2)
 
-@app.kind("work", concurrency=4, poll=0.2, lease=SHORT, max_evictions=3)
+@app.kind("work", concurrency=4, poll=0.2, lease=Lease.renew(timedelta(seconds=0.6)), max_evictions=3)
 async def work(job: Job[object]) -> None:
     if job.key == "poison":
         os.kill(os.getpid(), signal.SIGKILL)

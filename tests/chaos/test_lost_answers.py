@@ -46,7 +46,7 @@ async def test_a_claim_whose_answer_is_lost_comes_back_at_its_expiry(far_app: Ap
     install(admin)
     runs: list[tuple[str, int, int]] = []
 
-    @far_app.kind("work", poll=0.1, lease=SHORT, concurrency=3)
+    @far_app.kind("work", poll=0.1, lease=Lease.renew(timedelta(seconds=0.6)), concurrency=3)
     async def work(job: Job[int]) -> int:
         runs.append((job.key, job.attempts, job.evictions))
         return job.payload

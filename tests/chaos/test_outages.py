@@ -208,8 +208,9 @@ async def test_45_seconds_without_a_server(own_server: EmbeddedPostgres, monkeyp
 @pytest.mark.field("L16")
 @pytest.mark.ruling("1.18")
 async def test_what_ends_during_an_outage_shorter_than_its_lease_is_written_afterwards(
-    own_server: EmbeddedPostgres,
+    own_server: EmbeddedPostgres, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pgworker.worker.STORE_TIMEOUT", timedelta(seconds=2))  # a completion gives up sooner
     handlers = Handlers()
     app = App(own_server.dsn)
 
@@ -239,7 +240,7 @@ async def test_a_recovery_that_an_outage_interrupts_is_completed(own_server: Emb
     orphans = 250
     app = App(own_server.dsn)
 
-    @app.kind("work", poll=0.2, lease=Lease.renew(timedelta(seconds=2)))
+    @app.kind("work", poll=0.2, lease=Lease.renew(timedelta(seconds=1)))
     async def work(job: Job[int]) -> int:
         await anyio.sleep(0.02)
         return job.payload
@@ -267,6 +268,7 @@ async def test_a_claim_that_comes_after_a_long_wait_for_a_connection_is_not_take
 
     def slow_survey(table: JobsTable) -> Statement[list[Due]]:
         statement = survey(table)
+        monkeypatch.setattr(JobsTable, "survey", survey)  # the others need not wait
         slow = b"select s.* from (select pg_sleep(0.8)) as p, (" + statement.sql + b") as s"
         return replace(statement, sql=slow)
 

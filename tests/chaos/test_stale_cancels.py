@@ -81,7 +81,7 @@ async def test_work_that_comes_before_the_holder_of_a_cancelled_job_is_done_with
 
 
 HOLDER = """
-@app.kind("work", poll=0.1, facts="all", lease=Lease.renew(timedelta(seconds=1)))
+@app.kind("work", poll=0.1, facts="all", lease=Lease.renew(timedelta(seconds=0.6), timedelta(seconds=0.15)))
 async def work(job: Job[str]) -> str:
     if job.payload != "new":
         say("began")

@@ -105,8 +105,8 @@ def test_the_audit_finds_a_broken_statement(stress: Stress, monkeypatch: pytest.
         return text.replace(part.encode(), instead.encode())
 
     monkeypatch.setattr(statements, "render", broken_render)
-    for _ in range(15):
-        stress.run(1)
+    for _ in range(30):
+        stress.run(0.5)
         found = stress.audit()
         if any(rule == broken_rule for broken_rule, _ in found):
             return
