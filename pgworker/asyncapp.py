@@ -12,13 +12,13 @@ from typing import Self, TypeAlias, TypeVar
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
-import psycopg
 
-from pgworker.db import NO_ANSWER, AnyAsyncConnection, Database, Flow, drive, send
+from pgworker.adapters import AsyncCaller, AsyncConn, async_caller
+from pgworker.db import NO_ANSWER, Database, Flow, drive
 from pgworker.job import Enqueued, IfPending, NewJob, Urgency
 from pgworker.operations import KindPause, Lag, count_lag, list_pauses
 from pgworker.policy import STORE_TIMEOUT
-from pgworker.registry import DOOR_CONNECTIONS, Registry, check_connection, unavailable
+from pgworker.registry import DOOR_CONNECTIONS, Registry, unavailable
 from pgworker.statements import Statement
 from pgworker.verbs import Progress, Selection
 
@@ -48,12 +48,13 @@ class AsyncApp:
         urgency: Urgency = "fresh",
         max_attempts: int | None = None,
         if_pending: IfPending = "replace",
-        conn: AnyAsyncConnection | None = None,
+        conn: AsyncConn | None = None,
     ) -> Enqueued:
-        """Enqueue one job: in a transaction of its own, or in that of `conn`, a psycopg.AsyncConnection.
+        """Enqueue one job: in a transaction of its own, or in that of `conn`.
 
-        Raises PayloadError, ConfigError or UnknownKind before anything is sent, then psycopg.Error as it comes, and
-        DatabaseUnavailable when there is no answer. Locks the job's row, if it changes, until the transaction ends.
+        That is a connection of psycopg or asyncpg, or a session or connection of SQLAlchemy. Raises PayloadError,
+        ConfigError or UnknownKind before anything is sent, then psycopg.Error as it comes (or what else `conn` raises),
+        and DatabaseUnavailable when there is no answer. Locks the job's row, if it changes, until the transaction ends.
         When cancelled, the job may have been enqueued or not.
         """
         job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
@@ -65,18 +66,20 @@ class AsyncApp:
         jobs: Sequence[NewJob],
         *,
         if_pending: IfPending = "replace",
-        conn: AnyAsyncConnection | None = None,
+        conn: AsyncConn | None = None,
     ) -> list[Enqueued]:
         """Enqueue jobs of one kind, all or none, in one statement; the answers are in the order of the jobs."""
-        return await self._drive(self._registry.put(kind, jobs, if_pending=if_pending, committed=conn is None), conn)
+        caller = async_caller(conn)
+        return await self._drive(self._registry.put(kind, jobs, if_pending=if_pending, caller=caller), caller)
 
-    async def notify(self, kind: str, *, conn: AnyAsyncConnection | None = None) -> None:
+    async def notify(self, kind: str, *, conn: AsyncConn | None = None) -> None:
         """Tell the workers that there is work of this kind, for an app that writes its own table.
 
         A hint: calls in quick succession become one, it is sent by another thread, and one that is lost costs a poll.
         With `conn` it waits for that connection's transaction to be committed, which is asked for its id.
         """
-        await self._drive(self._registry.notify(kind, committed=conn is None), conn)
+        caller = async_caller(conn)
+        await self._drive(self._registry.notify(kind, caller=caller), caller)
 
     # --- results ----------------------------------------------------------------------------------------------------
 
@@ -188,11 +191,8 @@ class AsyncApp:
 
     # --- the database -----------------------------------------------------------------------------------------------
 
-    async def _drive(self, flow: Flow[T], conn: AnyAsyncConnection | None = None) -> T:
-        if conn is None:
-            return await drive(flow, self._run)
-        check_connection(conn, psycopg.AsyncConnection, "app.sync")
-        return await drive(flow, lambda statement: send(conn, statement))
+    async def _drive(self, flow: Flow[T], caller: AsyncCaller | None = None) -> T:
+        return await drive(flow, self._run if caller is None else caller.send)
 
     async def _run(self, statement: Statement[T]) -> T:
         await anyio.lowlevel.checkpoint_if_cancelled()  # each statement is seen through: a flow ends between two

@@ -7,15 +7,14 @@ from datetime import datetime, timedelta
 from functools import partial
 from typing import Final, cast
 
-import psycopg
-from psycopg.pq import ConnStatus, TransactionStatus
 from psycopg_pool import PoolTimeout
 
 from pgworker import verbs
+from pgworker.adapters import Caller
 from pgworker.client import put_jobs
 from pgworker.config import Settings, conninfo
-from pgworker.db import AnyAsyncConnection, AnySyncConnection, Flow
-from pgworker.errors import ConfigError, DatabaseUnavailable, PgworkerError, UnknownKind
+from pgworker.db import Flow
+from pgworker.errors import ConfigError, DatabaseUnavailable, UnknownKind
 from pgworker.hints import Hints
 from pgworker.job import Enqueued, IfPending, NewJob
 from pgworker.kind import Kind
@@ -96,23 +95,29 @@ class Registry:
 
     # --- flows ------------------------------------------------------------------------------------------------------
 
-    def put(self, kind: str, jobs: Sequence[NewJob], *, if_pending: IfPending, committed: bool) -> Flow[list[Enqueued]]:
-        """Enqueue, and wake the workers: at once if what was put is committed, else when its transaction is."""
+    def put(
+        self, kind: str, jobs: Sequence[NewJob], *, if_pending: IfPending, caller: Caller | None
+    ) -> Flow[list[Enqueued]]:
+        """Enqueue, and wake the workers: at once, or when the transaction of a caller's connection is committed."""
         put = yield from put_jobs(self.settings.tables, self.in_jobs_table(kind), jobs, if_pending=if_pending)
         if put.transaction is not None:
-            transaction = None if committed else put.transaction
-            self.hints.ready(kind, transaction=transaction)
-            if any(each.status == "superseded" for each in put.enqueued):
-                self.hints.control(kind, transaction=transaction)
+            superseded = any(each.status == "superseded" for each in put.enqueued)
+            self._wake(kind, caller, put.transaction, control=superseded)
         return put.enqueued
 
-    def notify(self, kind: str, *, committed: bool) -> Flow[None]:
-        """Wake the workers: at once, or when the transaction that the flow is driven in is committed."""
+    def notify(self, kind: str, *, caller: Caller | None) -> Flow[None]:
+        """Wake the workers: at once, or when the transaction of a caller's connection is committed."""
         known = self.known(kind)
-        transaction = None if committed else (yield current_transaction(self.settings.tables))
-        self.hints.ready(kind, transaction=transaction)
-        if known.queue is not None:  # the app may have changed a row that is being worked on
-            self.hints.control(kind, transaction=transaction)
+        transaction = None if caller is None else (yield current_transaction(self.settings.tables))
+        # (in an app's own table a row may have changed that is being worked on)
+        self._wake(kind, caller, transaction, control=known.queue is not None)
+
+    def _wake(self, kind: str, caller: Caller | None, transaction: str | None, *, control: bool) -> None:
+        for hint in (self.hints.ready, self.hints.control) if control else (self.hints.ready,):
+            if caller is None:
+                hint(kind)
+            elif caller.on_commit is None or not caller.on_commit(partial(hint, kind)):
+                hint(kind, transaction=transaction)
 
     def reopen(self, kind: str, chosen: Selection, progress: Progress | None, *, rebuild: bool) -> Flow[int]:
         """Retry or rebuild jobs; the workers are woken by the first of them."""
@@ -156,21 +161,3 @@ def unavailable(error: BaseException) -> DatabaseUnavailable:
     if isinstance(error, PoolTimeout):
         return DatabaseUnavailable(f"no connection to the database within {seconds:g} s: nothing was sent")
     return DatabaseUnavailable(f"the database did not answer within {seconds:g} s; what was sent may have been written")
-
-
-def check_connection(conn: object, wanted: type[object], other_door: str) -> None:
-    """Raise TypeError for a connection of another kind, PgworkerError for one that cannot carry an enqueue."""
-    if not isinstance(conn, wanted):
-        given = type(conn)
-        of_other_door = isinstance(conn, (psycopg.Connection, psycopg.AsyncConnection))
-        hint = f"; use {other_door}.enqueue or .notify for it" if of_other_door else ""
-        raise TypeError(f"conn must be a psycopg.{wanted.__name__} here, got {given.__module__}.{given.__name__}{hint}")
-    info = cast("AnyAsyncConnection | AnySyncConnection", conn).info
-    if info.status != ConnStatus.OK:
-        raise PgworkerError("this connection is closed")
-    if info.encoding == "ascii":
-        raise PgworkerError(
-            "this connection's client_encoding is SQL_ASCII, by which no text can be told from bytes: set it to UTF8"
-        )
-    if info.transaction_status == TransactionStatus.INERROR:
-        raise PgworkerError("this connection's transaction has failed: roll it back first")

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from datetime import datetime, timedelta
 from typing import Self, TypeVar
 
-import psycopg
-
-from pgworker.db import NO_ANSWER, AnySyncConnection, Flow, SyncDatabase, drive_sync, send_sync
+from pgworker.adapters import SyncCaller, SyncConn, sync_caller
+from pgworker.db import NO_ANSWER, Flow, SyncDatabase, drive_sync
 from pgworker.job import Enqueued, IfPending, NewJob, Urgency
 from pgworker.operations import KindPause, Lag, count_lag, list_pauses
 from pgworker.policy import STORE_TIMEOUT
-from pgworker.registry import DOOR_CONNECTIONS, Registry, check_connection, unavailable
+from pgworker.registry import DOOR_CONNECTIONS, Registry, unavailable
 from pgworker.statements import Statement
 from pgworker.verbs import Progress, Selection
 
@@ -42,9 +41,9 @@ class SyncApp:
         urgency: Urgency = "fresh",
         max_attempts: int | None = None,
         if_pending: IfPending = "replace",
-        conn: AnySyncConnection | None = None,
+        conn: SyncConn | None = None,
     ) -> Enqueued:
-        """As App.enqueue; `conn` is a psycopg.Connection."""
+        """As App.enqueue; `conn` is a connection of psycopg or Django, or a session or connection of SQLAlchemy."""
         job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
         return self.enqueue_many(kind, [job], if_pending=if_pending, conn=conn)[0]
 
@@ -54,14 +53,16 @@ class SyncApp:
         jobs: Sequence[NewJob],
         *,
         if_pending: IfPending = "replace",
-        conn: AnySyncConnection | None = None,
+        conn: SyncConn | None = None,
     ) -> list[Enqueued]:
         """As App.enqueue_many."""
-        return self._drive(self._registry.put(kind, jobs, if_pending=if_pending, committed=conn is None), conn)
+        caller = sync_caller(conn)
+        return self._drive(self._registry.put(kind, jobs, if_pending=if_pending, caller=caller), caller)
 
-    def notify(self, kind: str, *, conn: AnySyncConnection | None = None) -> None:
+    def notify(self, kind: str, *, conn: SyncConn | None = None) -> None:
         """As App.notify."""
-        self._drive(self._registry.notify(kind, committed=conn is None), conn)
+        caller = sync_caller(conn)
+        self._drive(self._registry.notify(kind, caller=caller), caller)
 
     # --- results ----------------------------------------------------------------------------------------------------
 
@@ -141,11 +142,8 @@ class SyncApp:
 
     # --- the database -----------------------------------------------------------------------------------------------
 
-    def _drive(self, flow: Flow[T], conn: AnySyncConnection | None = None) -> T:
-        if conn is None:
-            return drive_sync(flow, self._run)
-        check_connection(conn, psycopg.Connection, "app")
-        return drive_sync(flow, lambda statement: send_sync(conn, statement))
+    def _drive(self, flow: Flow[T], caller: SyncCaller | None = None) -> T:
+        return drive_sync(flow, self._run if caller is None else caller.send)
 
     def _run(self, statement: Statement[T]) -> T:
         try:

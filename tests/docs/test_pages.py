@@ -9,7 +9,9 @@ import sys
 import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import quote
 
+import psycopg
 import pytest
 
 from tests.docs.markdown import PAGES, ROOT, Block, blocks
@@ -37,7 +39,25 @@ NEVER = {
     ),
 }
 # Blocks that install pgworker, run by the slow test; for the quick one it is installed already.
-INSTALLS = {("README.md", "python3 -m venv ../tour/.venv")}
+INSTALLS = {
+    ("README.md", "python3 -m venv ../tour/.venv"),
+    ("docs/connections.md", "pip install 'sqlalchemy[asyncio]' asyncpg django"),
+}
+
+# Runs at the start of each interpreter: this reader's workers report sooner than after the five seconds that `status`
+# would have to wait for, and who waits for a result looks more often than once a second. The slow test's are patient.
+IMPATIENT = """
+import sys
+
+if "run" in sys.orig_argv or sys.orig_argv[-1].endswith(".py"):
+    from datetime import timedelta
+
+    import pgworker.maintenance
+    import pgworker.waits
+
+    pgworker.maintenance.REPORT_EVERY = timedelta(seconds=0.2)
+    pgworker.waits.POLL_SECONDS = 0.1
+"""
 
 
 def never(block: Block) -> bool:
@@ -48,12 +68,20 @@ def installs(block: Block) -> bool:
     return (block.page, block.first_line) in INSTALLS
 
 
+def as_url(dsn: str) -> str:
+    """The DSN as the README has it: drivers that are not libpq's take no other, and read no password file."""
+    with psycopg.connect(dsn) as connection:
+        info = connection.info
+        parts = (quote(text, safe="") for text in (info.user, info.password, info.dbname, info.host, str(info.port)))
+        return "postgresql://{}:{}@/{}?host={}&port={}".format(*parts)
+
+
 def surroundings(dsn: str, *, programs: Path) -> dict[str, str]:
     """The environment of a reader: nothing of ours but the database, and these programs before all others."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PGWORKER_", "PYTEST_"))}
     kept.pop("VIRTUAL_ENV", None)
     path = f"{programs}{os.pathsep}{kept['PATH']}"
-    return {**kept, "PATH": path, "PGWORKER_DSN": dsn, "PYTHONUNBUFFERED": "1", "COLUMNS": "100"}
+    return {**kept, "PATH": path, "PGWORKER_DSN": as_url(dsn), "PYTHONUNBUFFERED": "1", "COLUMNS": "100"}
 
 
 def test_every_block_that_is_left_out_is_there() -> None:
@@ -65,8 +93,14 @@ def test_every_block_that_is_left_out_is_there() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run(page: str, make_dsn: MakeDsn, tmp_path: Path) -> None:
     dsn = make_dsn(migrated=page != "README.md")
+    impatient = tmp_path / "impatient"
+    impatient.mkdir()
+    (impatient / "sitecustomize.py").write_text(IMPATIENT)
     env = surroundings(dsn, programs=Path(sys.executable).parent)
-    with reading(tmp_path, env) as reader:
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(impatient), env.get("PYTHONPATH")]))
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with reading(folder, env) as reader:
         reader.follow(blocks(page), lambda block: never(block) or installs(block))
 
 
@@ -103,7 +137,7 @@ def test_all_pages_run_for_a_user_who_has_installed_a_wheel(clone: Path, make_ds
     for page in PAGES:
         if page != "README.md":
             (tmp_path / page).mkdir(parents=True)
-            with reading(tmp_path / page, {**env, "PGWORKER_DSN": make_dsn(migrated=True)}) as reader:
+            with reading(tmp_path / page, {**env, "PGWORKER_DSN": as_url(make_dsn(migrated=True))}) as reader:
                 reader.follow(blocks(page), never)
 
 
