@@ -11,10 +11,10 @@ MAKEFLAGS += --no-print-directory
 SHELL = bash
 .SHELLFLAGS = -euo pipefail -c
 .DEFAULT_GOAL = help
-.PHONY: help demo venv check check-format check-lint check-layers check-mypy check-pyright check-unit test test-all soak contract mutants format clean
+.PHONY: help demo venv check check-format check-lint check-layers check-mypy check-pyright check-unit test test-all soak contract mutants bench bench-quick bench-peers format clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## Index this repository by jobs on an embedded Postgres; FOLDER=... takes another folder
 	@$(BIN)/python -m pgworker demo $(if $(FOLDER),"$(FOLDER)")
@@ -58,12 +58,21 @@ contract: $(VENV)/.dev ## Which promises of tests/contract/promises.toml are kep
 mutants: $(VENV)/.dev ## Change each term of each statement, each row of each table: a test must fail; ONLY=claim_jobs takes one
 	@$(BIN)/python -m tests.mutants $(if $(ONLY),--only "$(ONLY)")
 
+bench: $(VENV)/.dev ## P1 to P12 beside their floors, on a Postgres of its own: about an hour; ONLY="P1 P4" takes some
+	@$(BIN)/python -m benchmarks --full $(ONLY)
+
+bench-quick: $(VENV)/.dev ## The same, tiny: shows what is broken, measures nothing, under a minute
+	@$(BIN)/python -m benchmarks --quick $(ONLY)
+
+bench-peers: $(VENV)/.dev ## procrastinate, pgqueuer, chancy and oban on the same work, each in its own .venv-peers/*
+	@$(BIN)/python -m benchmarks --peers $(ONLY)
+
 format: $(VENV)/.dev ## Format and mend what ruff can mend
 	@$(BIN)/ruff check --fix --quiet . || true
 	@$(BIN)/ruff format .
 
 clean: ## Remove virtual environments, caches and build output
-	rm -rf .venv* dist build tests/out .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv* dist build tests/out benchmarks/out .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # One stamp for what the demo needs, one for development, which has it too. Each is as old as the pyproject.toml it is made from.

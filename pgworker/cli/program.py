@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from pgworker.cli.bench import bench
 from pgworker.cli.demo import register as register_demo
 from pgworker.cli.enqueue import enqueue
 from pgworker.cli.errors import EXIT_CODES
@@ -44,6 +45,6 @@ def _options(
     pass
 
 
-for command in (run, migrate, enqueue, status, retry, rebuild, cancel, forget, pause, resume):
+for command in (run, migrate, enqueue, status, retry, rebuild, cancel, forget, pause, resume, bench):
     app.command(epilog=EXIT_CODES)(command)
 register_demo(app)

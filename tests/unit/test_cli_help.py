@@ -7,7 +7,20 @@ import pytest
 from pgworker.cli.errors import Code
 from tests.commandline import invoke
 
-COMMANDS = ["run", "migrate", "enqueue", "status", "retry", "rebuild", "cancel", "forget", "pause", "resume", "demo"]
+COMMANDS = [
+    "run",
+    "migrate",
+    "enqueue",
+    "status",
+    "retry",
+    "rebuild",
+    "cancel",
+    "forget",
+    "pause",
+    "resume",
+    "bench",
+    "demo",
+]
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -1,0 +1,104 @@
+"""The benchmarks run, say what they found, and leave nothing behind. What they measure here means nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+from pgworker.bench import Sizes, new_schema, run_bench, to_json
+from tests.commandline import Command, invoke
+from tests.databases import MakeDsn, connect
+
+TINY = Sizes(
+    "tiny",
+    drained=60,
+    rounds=1,
+    pairs=1,
+    bulk=60,
+    singles=40,
+    alone=5,
+    pickups=3,
+    future=50,
+    finished=20,
+    expired=10,
+    sustained_rate=100,
+    sustained_seconds=0.4,
+    window_seconds=0.2,
+    idle_seconds=0.2,
+    in_flight=50,
+)
+LEFT = """
+select (select count(*) from pg_namespace where nspname like 'pgworker_bench_%'),
+       (select count(*) from pg_stat_activity
+        where datname = current_database() and application_name like 'pgworker%')"""
+
+
+def left(dsn: str) -> tuple[int, int]:
+    """Schemas and sessions of the benchmark that are still there."""
+    with connect(dsn) as connection:
+        found = connection.execute(LEFT).fetchone()
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    "names", [("P1", "P2", "P3"), ("P4", "P5", "P6", "P7"), ("P8", "P9"), ("P10", "P11", "P12")], ids=" ".join
+)
+def test_every_scenario_runs_and_leaves_nothing_behind(names: tuple[str, ...], make_dsn: MakeDsn) -> None:
+    dsn, said = make_dsn(), list[str]()
+    report = run_bench(dsn, schema=new_schema(), names=names, sizes=TINY, limit_seconds=50, say=said.append)
+    assert [result.name for result in report.results] == list(names)
+    for result in report.results:
+        assert (result.missing == "not built") == (result.name == "P11")
+        assert bool(result.checks) == bool(result.runs) == (result.name != "P11")
+        assert all(check.value is not None for check in result.checks if check.bound == "at least")
+        assert result.variant.startswith("reduced") == (result.name != "P11")
+    assert json.loads(json.dumps(to_json(report)))["results"].keys() == set(names)
+    assert said
+    assert left(dsn) == (0, 0)
+
+
+def test_what_there_is_no_time_for_is_left_out(make_dsn: MakeDsn) -> None:
+    dsn = make_dsn()
+    report = run_bench(dsn, schema=new_schema(), names=["P1", "P4"], sizes=TINY, limit_seconds=0, say=len)
+    assert [result.missing for result in report.results] == ["the time was up"] * 2
+    assert left(dsn) == (0, 0)
+
+
+def test_the_command_says_what_it_will_do_and_writes_what_it_found(make_dsn: MakeDsn, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    ended = invoke("bench", "P4", "p11", "--quick", "--jobs", "100", "--json", str(file), dsn=make_dsn())
+    assert ended.code == 0
+    first, second, *_ = ended.out.splitlines()
+    assert first.startswith("P4, P11 (quick, 100 jobs) on ")
+    assert "in a new schema pgworker_bench_" in first
+    assert second.endswith("the schema is dropped at the end")
+    assert "Bulk enqueue" in ended.out
+    assert json.loads(file.read_text())["results"].keys() == {"P4", "P11"}
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_ends_its_workers_and_drops_its_schema(
+    number: signal.Signals, make_dsn: MakeDsn, tmp_path: Path
+) -> None:
+    dsn = make_dsn()
+    command = Command("bench", "P9", cwd=tmp_path, dsn=dsn)
+    try:
+        command.log.expect("under a held snapshot")
+        assert left(dsn)[0] == 1
+        command.signal(number)
+        assert command.wait() == 1
+        assert command.log.text.endswith("stopped; the schema is dropped")
+    finally:
+        command.end()
+    assert left(dsn) == (0, 0)
+
+
+@pytest.mark.parametrize("words", [["P13"], ["--quick", "--full"], ["--jobs", "5"]])
+def test_wrong_usage_makes_no_schema(words: list[str], make_dsn: MakeDsn) -> None:
+    dsn = make_dsn()
+    assert invoke("bench", *words, dsn=dsn).code == 2
+    assert left(dsn) == (0, 0)
