@@ -59,7 +59,7 @@ def test_a_page_of_old_results_is_bounded_by_what_it_reads(
     hand: Hand, admin: Connection, results_explainer: Explainer
 ) -> None:
     without_autovacuum(admin)
-    kept = results_explainer.prepare(expire())
+    kept = results_explainer.prepare(expire((BEGINNING[0], 2**40)))  # an id that says of what type ids are
     fill_results(admin, 30_000)
     middle = hand.send(expire())
     assert (middle.read, middle.deleted) == (100, 100)
