@@ -16,9 +16,7 @@ with cutoff as materialized (
     where r.kind = p.kind and r.key = p.key and r.finished_at < (select at from cutoff)
     for update skip locked) locked
 ), gone as (
-  delete from {results} r using old
-  where r.kind = old.kind and r.key = old.key and r.key = any(array(select old.key from old))   -- as in claim_jobs
-  returning r.key
+  delete from {results} r where r.kind = %(kind)s::text and r.key = any(array(select old.key from old)) returning r.key
 )
 select (select count(*) from page), (select count(*) from gone), last.finished_at::text, last.id
 from (select p.finished_at, p.id from page p order by p.finished_at desc, p.id desc limit 1) as last

@@ -40,9 +40,8 @@ with input as materialized (
   order by d.key collate "C"
   on conflict (kind, key) do update set revision = excluded.revision, value = excluded.value, finished_at = excluded.finished_at
 ), dropped as (                                              -- a success without a value leaves no older one behind
-  delete from {results} r using done d
-  where d.current and d.result is null and d.had_result and r.kind = d.kind and r.key = d.key
-    and r.key = any(array(select done.key from done))   -- as in claim_jobs
+  delete from {results} r
+  where r.kind = %(kind)s::text and r.key = any(array(select d.key from done d where d.current and d.result is null and d.had_result))
 ), told as (
   insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what, runner)
   select d.at, d.id, d.generation, d.attempts, d.kind, d.key, d.revision, case d.state when 'pending' then 'superseded' else d.state end, d.runner

@@ -172,6 +172,7 @@ def take_for_empty(admin: Admin, *tables: str) -> None:
     for table in tables:
         admin.execute(f"delete from {table}")
         admin.execute(f"vacuum (truncate off) {table}")
+        admin.execute(f"reindex table {table}")  # whatever the tests before have left in them
         partitions = admin.execute(
             "select relpages, reltuples from pg_class where oid = %s::regclass and relkind = 'r'"
             " union all select relpages, reltuples from pg_class join pg_inherits on oid = inhrelid"
