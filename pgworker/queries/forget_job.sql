@@ -11,8 +11,7 @@ with seen as materialized (
     where j.id = s.id and j.kind || '' = s.kind and j.lease_epoch = s.lease_epoch and j.token is not distinct from s.token
     for update skip locked) locked
 ), gone as (
-  delete from {jobs} j using held
-  where j.id = held.id and j.kind || '' = held.kind and j.id = any(array(select held.id from held))   -- as in claim_jobs
+  delete from {jobs} j using held where j.id = any(array(select held.id from held)) and j.kind || '' = held.kind   -- as in claim_jobs
   returning j.id, j.kind, j.key, j.revision, j.generation, j.attempts, j.runner
 ), dropped as (                                              -- one without a job, too: somebody has deleted that by hand
   delete from {results} r

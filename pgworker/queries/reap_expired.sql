@@ -20,7 +20,7 @@ with now as materialized (
         and j.lease_expires_at > (select at from now) + (j.lease_seconds + 1) * interval '1 second'
       for no key update skip locked) locked
     where p.lease_expires_at > (select at from now) + (p.lease_seconds + 1) * interval '1 second') as too_long
-  where j.id = too_long.id and j.kind || '' = too_long.kind and j.id = any(array(select page.id from page))   -- as in claim_jobs
+  where j.id = too_long.id and j.kind || '' = too_long.kind
 ), gone as materialized (
   select locked.* from page p cross join lateral (
     select j.kind, j.id, j.runner, (j.lease_expires_at - %(ttl)s::float8 * interval '1 second' >= (select pg_postmaster_start_time())) is true as evicted
@@ -41,7 +41,7 @@ with now as materialized (
                        then (select at from now) end,
     cancel_requested_at = null
   from gone
-  where j.id = gone.id and j.kind || '' = gone.kind and j.id = any(array(select gone.id from gone))
+  where j.id = gone.id and j.kind || '' = gone.kind and j.id = any(array(select gone.id from gone))   -- as in claim_jobs
   returning j.id, j.kind, j.key, j.revision, j.generation, j.attempts, j.state, j.last_code, gone.evicted, gone.runner
 ), told as (
   insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what, code, runner)
