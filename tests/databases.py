@@ -184,7 +184,7 @@ class WorkerDatabase:
         self._empty = ";".join(
             f"select setval('{name}', 1, false)" if kind == "S" else f"delete from {name}"
             for name, kind in self._keeper.execute(
-                "select c.oid::regclass::text, c.relkind::text from pg_class c where c.relnamespace = %s::regnamespace"
+                "select c.oid::regclass::text, c.relkind::text from pg_class c where c.relnamespace = to_regnamespace(%s)"
                 " and c.relkind in ('r', 'p', 'S') and not c.relispartition order by c.oid",
                 [TABLES.schema],
             )
