@@ -184,8 +184,8 @@ class WorkerDatabase:
         self._empty = ";".join(
             f"select setval('{name}', 1, false)" if kind == "S" else f"delete from {name}"
             for name, kind in self._keeper.execute(
-                "select c.oid::regclass::text, c.relkind::text from pg_class c where c.relnamespace = to_regnamespace(%s)"
-                " and c.relkind in ('r', 'p', 'S') and not c.relispartition order by c.oid",
+                "select oid::regclass::text, relkind::text from pg_class where relnamespace = to_regnamespace(%s)"
+                " and relkind in ('r', 'p', 'S') and not relispartition order by oid",
                 [TABLES.schema],
             )
             if name not in _KEPT
