@@ -16,7 +16,8 @@ from pgworker.errors import PgworkerError
 from pgworker.job import URGENCIES, Claim
 from pgworker.outcome import QUEUE_BATCH_LIMIT_EXCEEDED, QUEUE_CLAIM_FAILED, QUEUE_INVALID_CLAIM
 from pgworker.queue import Queue
-from pgworker.statements import Due
+from pgworker.statements import Cursor, Due, Lane
+from pgworker.surveys import Surveys
 
 _MOST_BYTES = 32 * 1024 * 1024
 """Of payloads in one answer, as far as can be told beforehand."""
@@ -78,6 +79,58 @@ class Appetite:
         self.most *= 2
 
 
+_LOOK_SECONDS = 0.05
+"""How old a survey may be: so late a round may learn of a lane, or of a job that lies before where it claims from."""
+_REMEMBERED = 8
+_LOOK_SHARE = 20
+_CHEAP_SECONDS = 0.01
+"""Surveys that take longer are made again only after a multiple of that time: what nobody can claim is in their way."""
+
+
+@dataclass(slots=True)
+class Lanes:
+    """What is known of a kind's lanes, and from where on each is claimed: no clock, no I/O.
+
+    Claims that began at the beginning of a lane would pass again and again over what is leased, or dead as long as some
+    session holds an old snapshot. But a job may come to lie before a claim's end, too: one that was committed late, put
+    back, skipped because it was locked, or whose lease ran out. A survey finds it, and has the lane claimed from there.
+    """
+
+    dues: Sequence[Due] = ()
+    _places: dict[Lane, Cursor] = field(default_factory=dict)
+    _dry: set[Lane] = field(default_factory=set)
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing may be claimed at present."""
+        return any(due.paused for due in self.dues)
+
+    def learn(self, dues: Sequence[Due]) -> None:
+        """Take in a survey. A few lanes that are empty now are remembered: they may be used again."""
+        self.dues = dues
+        empty = self._places.keys() - {due.lane for due in dues}
+        for lane in [lane for lane in self._places if lane in empty][:-_REMEMBERED]:
+            del self._places[lane]
+        self._dry = {*empty, *(due.lane for due in dues if not _is_due(due))}
+        self._places |= {due.lane: min(self._places.get(due.lane, due.start), due.start) for due in dues}
+
+    def poke(self) -> None:
+        """There may be something new in any of those that are known."""
+        self._dry.clear()
+
+    def in_turn(self, preferred: int) -> list[tuple[Lane, Cursor]]:
+        """The lanes to claim from, and from where on: those of the preferred class first, each by its priorities."""
+        wet = [lane for lane in self._places if lane not in self._dry]
+        return [(lane, self._places[lane]) for lane in sorted(wet, key=lambda lane: (lane[1] != preferred, *lane[1:]))]
+
+    def took(self, lane: Lane, claims: Sequence[Claim], limit: int) -> None:
+        """A claim of up to `limit` brought these, in the lane's order."""
+        if claims:
+            self._places[lane] = (claims[-1].ready_at, claims[-1].id)
+        if len(claims) < limit:
+            self._dry.add(lane)
+
+
 @dataclass(slots=True)
 class Claimer:
     """The claims of one runner.
@@ -88,10 +141,22 @@ class Claimer:
 
     queue: Queue
     database: Database
+    surveys: Surveys
     runner: str
     weights: tuple[int, int] = (4, 1)
     rounds: int = 0
     appetite: Appetite = field(default_factory=Appetite)
+    _lanes: Lanes = field(default_factory=Lanes)
+    _poked: bool = False
+    _look_seconds: float = 0.0
+    _asked_at: float = 0.0
+    _look_at: float = 0.0
+    """When the lanes must be looked at again, and when they may be, both monotonic."""
+    _may_look_at: float = 0.0
+
+    def poke(self) -> None:
+        """There may be something new, which the next round should look for."""
+        self._poked = True
 
     async def round(self, limit: int) -> Taken:
         """Claim up to `limit` jobs over all lanes, in order. Raises ClaimRefused; never waits for a row's lock.
@@ -100,19 +165,27 @@ class Claimer:
         """
         limit = self.appetite.bound(limit)
         preferred = self._next_class()
-        asked_at = time.monotonic()
-        try:
-            dues = await self.database.run(self.queue.survey())
-        except (psycopg.Error, TimeoutError) as error:
-            raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
+        poked, self._poked = self._poked, False
+        looked = await self._look(now=poked)
+        if poked and not looked:
+            self._lanes.poke()
         sent_at = time.monotonic()  # after the survey, which may have waited for a connection: that is no lease's time
-        if any(due.paused for due in dues):
-            return Taken([], sent_at, full=False, due_in_seconds=None, paused=True, asked_at=asked_at)
-        # (the survey has the priorities of each class in order, which a stable sort keeps)
-        in_turn = sorted(dues, key=lambda due: due.lane.urgency != preferred)
-        claims = await self._claim_from(in_turn, limit)
-        waits = [due.due_in_seconds for due in dues if due.due_in_seconds is not None and due.due_in_seconds > 0]
-        return Taken(claims, sent_at, len(claims) == limit, min(waits, default=None), asked_at=asked_at)
+        claims = await self._claim(preferred, limit)
+        if len(claims) < limit and not looked:
+            looked, claims = await self._look_for_more(preferred, limit, claims)
+        paused = self._lanes.paused and not claims
+        due_in = self._due_in(blind=len(claims) < limit and not looked)
+        return Taken(claims, sent_at, len(claims) == limit, due_in, paused=paused, asked_at=self._asked_at)
+
+    async def _look_for_more(self, preferred: int, limit: int, claims: list[Claim]) -> tuple[bool, list[Claim]]:
+        """What known lanes do not give, others may; an error loses nothing of what has been claimed."""
+        try:
+            looked = await self._look(now=True)
+        except ClaimRefused:
+            if not claims:
+                raise
+            return False, claims
+        return looked, await self._claim(preferred, limit, claims) if looked else claims
 
     def _next_class(self) -> int:
         fresh, catch_up = self.weights
@@ -120,24 +193,54 @@ class Claimer:
         self.rounds += 1
         return URGENCIES["fresh"] if turn < fresh else URGENCIES["catch_up"]
 
-    async def _claim_from(self, dues: Sequence[Due], limit: int) -> list[Claim]:
-        """Lane after lane until the limit is reached; an error after the first job ends the round, and loses none."""
-        claims: list[Claim] = []
+    async def _look(self, *, now: bool) -> bool:
+        """Survey the lanes, if it is time to, or `now` if that may be already; whether that was done."""
+        asked_at = time.monotonic()
+        if asked_at < (self._may_look_at if now else self._look_at):
+            return False
         try:
-            for due in dues:
-                if len(claims) < limit and due.due_in_seconds is not None and due.due_in_seconds <= 0:
-                    claims += await self._claim(due, limit - len(claims))
+            dues = await self.surveys.look(self.queue)
         except (psycopg.Error, TimeoutError) as error:
-            if not claims:
+            raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
+        self._lanes.learn(dues)
+        answered_at = time.monotonic()
+        seconds = answered_at - asked_at
+        usual, self._look_seconds = min(seconds, self._look_seconds), seconds
+        self._asked_at = asked_at
+        self._may_look_at = answered_at + _LOOK_SHARE * max(0.0, usual - _CHEAP_SECONDS)
+        self._look_at = max(self._may_look_at, answered_at + _LOOK_SECONDS)
+        return True
+
+    def _due_in(self, *, blind: bool) -> float | None:
+        """In how many seconds something that is known comes due, or what is not known may be looked for."""
+        now = time.monotonic()
+        waits = [due.due_in_seconds for due in self._lanes.dues if due.due_in_seconds is not None]
+        soon = [wait - (now - self._asked_at) for wait in waits if wait > 0]
+        if blind:
+            soon.append(self._may_look_at - now)
+        return max(0.0, min(soon)) if soon else None
+
+    async def _claim(self, preferred: int, limit: int, claims: Sequence[Claim] = ()) -> list[Claim]:
+        """Lane after lane until the limit is reached; an error after the first job ends the round, and loses none."""
+        taken = list(claims)
+        if self._lanes.paused:
+            return taken
+        try:
+            for lane, after in self._lanes.in_turn(preferred):
+                if len(taken) < limit:
+                    taken += await self._claim_from(lane, after, limit - len(taken))
+        except (psycopg.Error, TimeoutError) as error:
+            if not taken:
                 raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
         except ClaimRefused as refused:
-            raise ClaimRefused(refused.code, refused.error, [*claims, *refused.claims]) from refused
-        return claims
+            raise ClaimRefused(refused.code, refused.error, [*taken, *refused.claims]) from refused
+        return taken
 
-    async def _claim(self, due: Due, limit: int) -> list[Claim]:
+    async def _claim_from(self, lane: Lane, after: Cursor, limit: int) -> list[Claim]:
         token = uuid4()
+        statement = self.queue.claim(lane, limit=limit, token=token, runner=self.runner, after=after)
         try:
-            claims = await self.database.run(self.queue.claim(due.lane, limit=limit, token=token, runner=self.runner))
+            claims = await self.database.run(statement)
         except (TimeoutError, QueryCanceled):
             self.appetite.choked(limit)
             raise
@@ -146,7 +249,12 @@ class Claimer:
             raise ClaimRefused(QUEUE_BATCH_LIMIT_EXCEEDED, f"{len(claims)} jobs for a limit of {limit}", claims)
         if not _sound(claims, token, blank_keys=self.queue.has_blank_keys):
             raise ClaimRefused(QUEUE_INVALID_CLAIM, "blank or repeated identity", claims)
+        self._lanes.took(lane, claims, limit)
         return claims
+
+
+def _is_due(due: Due) -> bool:
+    return due.due_in_seconds is not None and due.due_in_seconds <= 0
 
 
 def _sound(claims: Sequence[Claim], token: UUID, *, blank_keys: bool) -> bool:

@@ -45,10 +45,12 @@ class Wake:
         """End the current wait, or else the next one."""
         self._event.set()
 
-    def clear(self) -> None:
-        """Forget the hints so far; whoever waits already has been woken by them."""
-        if self._event.is_set():
+    def clear(self) -> bool:
+        """Forget the hints so far, and say whether there were any; whoever waits already has been woken by them."""
+        hinted = self._event.is_set()
+        if hinted:
             self._event = anyio.Event()
+        return hinted
 
     async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109 - running out of time is an answer here, not an error
         """Wait for a hint, at most so many seconds; True if there was one. Cancelling loses no hint."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 
 import anyio
@@ -16,6 +16,7 @@ from pgworker.job import State
 from pgworker.queue import Queue
 from pgworker.schema.files import release
 from pgworker.statements import BEGINNING, Lane, forget_runners, report_runners
+from pgworker.surveys import Surveys
 from pgworker.tablemap import TableMap
 
 _log = logging.getLogger("pgworker")
@@ -28,8 +29,10 @@ _PAGE = 1_000  # rows read by one statement: a few milliseconds, however long th
 RELEASE = release()
 
 
-async def reap_forever(queue: Queue, database: Database, wake: Callable[[], None]) -> None:
-    """Every quarter of a minute, free or end the expired leases of a queue; errors are logged and outwaited.
+async def reap_forever(
+    queues: Sequence[Queue], surveys: Surveys, database: Database, wakes: Mapping[str, Callable[[], None]]
+) -> None:
+    """Every quarter of a minute, free or end the expired leases of these queues; errors are logged and outwaited.
 
     Claims take most expired leases over by themselves. This ends what a claim may not take: jobs at their limit of
     evictions, and those whose cancel was requested.
@@ -37,17 +40,22 @@ async def reap_forever(queue: Queue, database: Database, wake: Callable[[], None
     while True:
         # Spread, so that processes which were started together do not all read at once.
         await anyio.sleep(REAP_EVERY.total_seconds() * random.uniform(0.9, 1.1))  # noqa: S311 - spreads, guards nothing
-        try:
-            if await reap(queue, database):
-                wake()
-        except (psycopg.Error, TimeoutError) as error:
-            _log.warning("reaping failed, trying again error=%s", type(error).__name__)
+        async with anyio.create_task_group() as group:
+            for queue in queues:
+                group.start_soon(_reap_queue, queue, surveys, database, wakes[queue.kind.name])
 
 
-async def reap(queue: Queue, database: Database) -> int:
+async def _reap_queue(queue: Queue, surveys: Surveys, database: Database, wake: Callable[[], None]) -> None:
+    try:
+        if await reap(queue, surveys, database):
+            wake()
+    except (psycopg.Error, TimeoutError) as error:
+        _log.warning("reaping failed, trying again error=%s", type(error).__name__)
+
+
+async def reap(queue: Queue, surveys: Surveys, database: Database) -> int:
     """One pass over all lanes, in short statements; returns how many jobs are claimable again."""
-    dues = await database.run(queue.survey())
-    return sum([await _reap_lane(queue, database, due.lane) for due in dues])
+    return sum([await _reap_lane(queue, database, due.lane) for due in await surveys.look(queue)])
 
 
 async def _reap_lane(queue: Queue, database: Database, lane: Lane) -> int:

@@ -32,6 +32,11 @@ class Queue(Protocol):
     """What a runner asks of a table: statements to be run by its own driver, each short and complete in itself."""
 
     @property
+    def kind(self) -> Kind:
+        """Whose jobs these are."""
+        ...
+
+    @property
     def renewals(self) -> Renewals:
         """How the leases of its claims are renewed."""
         ...
@@ -45,8 +50,10 @@ class Queue(Protocol):
         """The lanes that have unfinished jobs."""
         ...
 
-    def claim(self, lane: Lane, *, limit: int, token: UUID, runner: str) -> Statement[list[Claim]]:
-        """Take up to `limit` ready jobs of a lane."""
+    def claim(
+        self, lane: Lane, *, limit: int, token: UUID, runner: str, after: Cursor = BEGINNING
+    ) -> Statement[list[Claim]]:
+        """Take up to `limit` ready jobs of a lane, those behind the cursor; a queue may not mind the cursor."""
         ...
 
     def finish(self, finished: Sequence[tuple[Claim, Success]]) -> Statement[dict[int, Answer]]:
@@ -109,7 +116,9 @@ class JobsTable:
         """See Queue."""
         return statements.survey_lanes(self.tables, [self.kind.name])
 
-    def claim(self, lane: Lane, *, limit: int, token: UUID, runner: str) -> Statement[list[Claim]]:
+    def claim(
+        self, lane: Lane, *, limit: int, token: UUID, runner: str, after: Cursor = BEGINNING
+    ) -> Statement[list[Claim]]:
         """See Queue."""
         return statements.claim_jobs(
             self.tables,
@@ -120,6 +129,7 @@ class JobsTable:
             ttl_seconds=self._ttl_seconds,
             max_evictions=self.kind.policy.max_evictions,
             version=self.kind.version,
+            after=after,
             facts=self._facts,
         )
 
@@ -185,8 +195,11 @@ class RowsQueue:
         """See Queue."""
         return tablestatements.survey_table(self.table, self.tables, self.kind.name)
 
-    def claim(self, lane: Lane, *, limit: int, token: UUID, runner: str) -> Statement[list[Claim]]:
-        """See Queue."""
+    def claim(
+        self, lane: Lane, *, limit: int, token: UUID, runner: str, after: Cursor = BEGINNING
+    ) -> Statement[list[Claim]]:
+        """See Queue; from the lane's beginning."""
+        del after
         return tablestatements.claim_rows(
             self.table,
             self.tables,

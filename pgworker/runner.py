@@ -41,7 +41,7 @@ class Runner:
         self.wake = Wake()
         self._queue = queue
         self._shared = shared
-        self._claimer = Claimer(queue, shared.database, shared.name, kind.policy.weights)
+        self._claimer = Claimer(queue, shared.database, shared.surveys, shared.name, kind.policy.weights)
         self._pauses = Pauses(kind.name, shared, tell=self._note, give_up_at=self._give_up_at)
         self._tally = Tally(kind.name)
         self._running = False
@@ -159,7 +159,8 @@ class Runner:
                     await anyio.sleep(self.kind.window.total_seconds())
                 if await self._pauses.wait_out():
                     continue  # more jobs may have come for the window
-                self.wake.clear()  # before the claim: a hint from here on is for the next round
+                if self.wake.clear():  # before the claim: a hint from here on is for the next round
+                    self._claimer.poke()
                 taken = await self._claim(free * self.kind.call_size)
                 if taken is not None:
                     self._start(calls, tools, taken)
@@ -205,9 +206,9 @@ class Runner:
         """Until a hint comes, the poll is due, or a job that the survey saw in the future is."""
         if taken is None:
             return
-        poll = self.kind.policy.poll.total_seconds()
-        due_in = poll if taken.due_in_seconds is None else taken.due_in_seconds
-        await self.wake.wait(min(poll, due_in))
+        poll_in = self._shared.surveys.until_poll(self.kind.policy.poll.total_seconds())
+        due_in = poll_in if taken.due_in_seconds is None else taken.due_in_seconds
+        await self.wake.wait(min(poll_in, due_in))
 
     async def _free_slots(self) -> int:
         """How many calls may start now; waits until it is at least one."""

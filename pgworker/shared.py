@@ -9,6 +9,7 @@ from pgworker.db import Database, SyncDatabase
 from pgworker.events import Events
 from pgworker.leases import LeaseKeeper
 from pgworker.middleware import Middleware
+from pgworker.surveys import Surveys
 from pgworker.tablemap import TableMap
 
 
@@ -22,6 +23,7 @@ class Shared:
     apply_database: Database
     """For the app's own writes, which may take their time: they must not hold up the runtime's statements."""
     sync_apply_database: SyncDatabase
+    surveys: Surveys
     leases: LeaseKeeper
     events: Events
     done: Callable[[str], None]

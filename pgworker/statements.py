@@ -32,6 +32,8 @@ Cursor: TypeAlias = tuple[datetime, int | str]
 BEGINNING: Cursor = (datetime.min.replace(tzinfo=UTC), -1)
 """A cursor before every job of a lane."""
 
+_EARLIEST = datetime(1, 1, 3, tzinfo=UTC)  # stands for all instants before it, which the driver could not read
+
 
 @dataclass(frozen=True, slots=True)
 class Statement(Generic[T]):
@@ -58,6 +60,8 @@ class Due(NamedTuple):
     due_in_seconds: float | None
     paused: bool
     """Whether its kind may not be claimed at present."""
+    start: Cursor = BEGINNING
+    """Just before the first free job, if that is due: nothing that lies before it can be claimed."""
 
 
 class Put(NamedTuple):
@@ -153,10 +157,16 @@ def read_rows(of: Callable[..., T]) -> Callable[[Sequence[Row]], list[T]]:
     return lambda rows: [of(*row) for row in rows]
 
 
-def due(kind: object, urgency: object, priority: object, due_in_seconds: object, paused: object) -> Due:
-    """One row of a survey."""
+def due(kind: object, urgency: object, priority: object, due_in_seconds: object, paused: object, *first: object) -> Due:
+    """One row of a survey; that of an app's own table does not say where the first free row is."""
     lane = Lane(cast("str", kind), cast("int", urgency), cast("int", priority))
-    return Due(lane, cast("float | None", due_in_seconds), cast("bool", paused))
+    start = BEGINNING
+    match first:
+        case (datetime() as ready_at, int(id_)) if ready_at > _EARLIEST:
+            start = (ready_at, id_ - 1)
+        case _:
+            pass
+    return Due(lane, cast("float | None", due_in_seconds), cast("bool", paused), start)
 
 
 def read_nothing(_rows: Sequence[Row]) -> None:

@@ -35,6 +35,7 @@ from pgworker.queue import JobsTable, Queue, RowsQueue
 from pgworker.runner import Runner
 from pgworker.shared import Shared
 from pgworker.status import RunnerStatus
+from pgworker.surveys import Surveys
 from pgworker.tablecheck import inspect
 
 _log = logging.getLogger("pgworker")
@@ -129,6 +130,7 @@ class Worker:
             database,
             apply_database,
             sync_apply_database,
+            Surveys(database),
             leases,
             self._events,
             self._hints.done,
@@ -177,10 +179,11 @@ class Worker:
             listener.subscribe(kind, runner.wake.set)
             listener.subscribe_control(kind, partial(shared.leases.verify, kind))
             listener.subscribe_control(kind, runner.wake.set)  # for a pause: the status shows it with the next survey
-            group.start_soon(reap_forever, self._queues[kind], database, runner.wake.set)
             ttl = runner.kind.policy.result_ttl
             if ttl is not None:
                 group.start_soon(expire_results_forever, tables, kind, ttl, database)
+        wakes = {runner.kind.name: runner.wake.set for runner in self._runners}
+        group.start_soon(reap_forever, list(self._queues.values()), shared.surveys, database, wakes)
         group.start_soon(listener.run)
         group.start_soon(_beat_forever, shared.leases)
 

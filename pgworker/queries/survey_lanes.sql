@@ -1,5 +1,6 @@
 -- Which lanes (kind, class, priority) of these kinds have unfinished jobs, and in how many seconds the first free one is due.
--- Says of each, too, whether its kind is paused. The lanes behind the first thousand of a class show when those are empty.
+-- Says of each, too, where that one is if it is due, and whether its kind is paused. The lanes behind the first thousand of
+-- a class show when those are empty.
 -- Locks: nothing.
 -- Index: jobs_ready; one probe a lane, then the leased rows at the lane's head.
 -- Fence: none, it only reads.
@@ -21,13 +22,17 @@ with recursive now as materialized (
   where l.nth < 1000
 )
 select l.kind, l.class, l.priority,
-       -- (a day is enough for whoever waits, and bounds what an infinite ready_at would make of the difference)
-       (select extract(epoch from least(greatest(j.ready_at, n.at - interval '1 day'), n.at + interval '1 day') - n.at)::float8
-        from {jobs} j cross join now n
-        where j.kind = l.kind and j.class = l.class and j.priority = l.priority and j.state = 'pending'
-          and (j.token is null or j.lease_expires_at <= (select at from now))
-        order by j.kind, j.class, j.priority, j.ready_at, j.id limit 1) as due_in_seconds,
+       f.due_in_seconds,
        exists (select from {kinds} k where k.kind = l.kind and k.paused_at is not null
-               and (k.paused_until is null or k.paused_until > (select at from now))) as paused
-from lanes l
+               and (k.paused_until is null or k.paused_until > n.at)) as paused,
+       -- (an instant that the driver can read)
+       case when f.ready_at <= n.at then greatest(f.ready_at, '0001-01-03 00:00:00+00') end, f.id
+from lanes l cross join now n left join lateral (
+  select j.id, j.ready_at,
+         -- (a day is enough for whoever waits, and bounds what an infinite ready_at would make of the difference)
+         extract(epoch from least(greatest(j.ready_at, n.at - interval '1 day'), n.at + interval '1 day') - n.at)::float8 as due_in_seconds
+  from {jobs} j
+  where j.kind = l.kind and j.class = l.class and j.priority = l.priority and j.state = 'pending'
+    and (j.token is null or j.lease_expires_at <= (select at from now))
+  order by j.kind, j.class, j.priority, j.ready_at, j.id limit 1) f on true
 order by l.kind, l.class, l.priority

@@ -25,6 +25,7 @@ from pgworker.maintenance import reap
 from pgworker.outcome import Settlement, Success
 from pgworker.queue import JobsTable, Renewals
 from pgworker.statements import BEGINNING, Answer, Cursor, Due, Lane, Reaped, Statement
+from pgworker.surveys import Surveys
 from pgworker.tablemap import TableMap
 from tests.databases import WorkerDatabase
 from tests.handles import Hand, Recorder, age, row, running
@@ -82,6 +83,10 @@ class Lying:
     lied: list[Claim] = field(default_factory=list)
 
     @property
+    def kind(self) -> Kind:
+        return self.real.kind
+
+    @property
     def renewals(self) -> Renewals:
         return self.real.renewals
 
@@ -89,10 +94,13 @@ class Lying:
     def has_blank_keys(self) -> bool:
         return self.real.has_blank_keys
 
-    def claim(self, lane: Lane, *, limit: int, token: uuid.UUID, runner: str) -> Statement[list[Claim]]:
+    def claim(
+        self, lane: Lane, *, limit: int, token: uuid.UUID, runner: str, after: Cursor = BEGINNING
+    ) -> Statement[list[Claim]]:
         self.asked.append(time.monotonic())
         honest = bool(self.lied)
-        statement = self.real.claim(lane, limit=limit if honest else limit + self.more, token=token, runner=runner)
+        more = 0 if honest else self.more
+        statement = self.real.claim(lane, limit=limit + more, token=token, runner=runner, after=after)
 
         def read(rows: Sequence[tuple[object, ...]]) -> list[Claim]:
             claims = statement.read(rows)
@@ -376,7 +384,7 @@ async def _reap(worker: Any) -> None:
         worker._settings.dsn, "worker", deadline=worker._runners[0]._shared.database.deadline, connections=1
     )
     await database.open()
-    await reap(worker._runners[0]._queue, database)
+    await reap(worker._runners[0]._queue, Surveys(database), database)
     await database.close()
 
 
@@ -497,15 +505,15 @@ async def test_an_impossible_claim_that_cannot_be_released_comes_back_with_its_l
 async def test_what_the_lanes_before_gave_is_released_with_an_impossible_claim(
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    original = Claimer._claim
+    original = Claimer._claim_from
 
-    async def claim(self: Claimer, due: Due, limit: int) -> list[Claim]:
-        claims = await original(self, due, limit)
-        if due.lane.urgency and not seen.of(RunnerTrouble):
+    async def claim(self: Claimer, lane: Lane, after: Cursor, limit: int) -> list[Claim]:
+        claims = await original(self, lane, after, limit)
+        if lane.urgency and not seen.of(RunnerTrouble):
             raise ClaimRefused("queue_invalid_claim", "made up", claims)
         return claims
 
-    monkeypatch.setattr(Claimer, "_claim", claim)
+    monkeypatch.setattr(Claimer, "_claim_from", claim)
 
     @app.kind("work", poll=0.1)
     async def work(job: Job[int]) -> None: ...

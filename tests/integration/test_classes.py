@@ -15,6 +15,7 @@ from pgworker.claimer import Claimer, Taken
 from pgworker.events import JobSettled
 from pgworker.queue import JobsTable
 from pgworker.statements import Due, Lane, Statement
+from pgworker.surveys import Surveys
 from tests.handles import RETRY, Gate, Hand, Recorder, jobs, row, running, untyped
 
 Admin: TypeAlias = psycopg.Connection[Any]
@@ -125,7 +126,7 @@ def due(urgency: int, priority: int = 0, *, due_in_seconds: float | None = -1.0)
 
 async def rounds_of(surveys: Sequence[Sequence[Due]], tables: Any) -> list[str]:
     script = Script(surveys)
-    claimer = Claimer(JobsTable(tables, untyped("work")), cast("Any", script), "me")
+    claimer = Claimer(JobsTable(tables, untyped("work")), cast("Any", script), Surveys(cast("Any", script)), "me")
     for _ in surveys:
         await claimer.round(10)
     return [" ".join(claims) for claims in script.sent]

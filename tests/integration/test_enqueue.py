@@ -22,6 +22,7 @@ from pgworker.maintenance import reap
 from pgworker.outcome import Settlement
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.queue import JobsTable
+from pgworker.surveys import Surveys
 from pgworker.tablemap import TableMap
 from tests.handles import Hand, Recorder, age, row, running, untyped
 from tests.integration.test_hints import Ears
@@ -221,7 +222,7 @@ async def test_eight_claimers_take_each_row_once_with_a_new_token_for_each_call(
     calls: list[tuple[tuple[Any, ...], Taken]] = []
 
     async def claim_all(database: Database, name: str) -> None:
-        claimer = Claimer(JobsTable(hand.tables, untyped("work")), database, name)
+        claimer = Claimer(JobsTable(hand.tables, untyped("work")), database, Surveys(database), name)
         while (taken := await claimer.round(13)).claims:
             calls.append(((name, len(calls)), taken))
 
@@ -346,7 +347,7 @@ async def test_a_hundred_hints_are_a_few_rounds(app: App, admin: Admin) -> None:
             rounds += 1
             return await original(limit)
 
-        worker._runners[0]._claimer = type("Counting", (), {"round": staticmethod(counted)})()
+        worker._runners[0]._claimer = type("Counting", (), {"round": staticmethod(counted), "poke": claimer.poke})()
         hints = app._registry._hints
         assert hints is not None
         for _ in range(100):
@@ -407,7 +408,7 @@ async def test_a_kind_that_nobody_here_knows_waits_for_a_worker_that_does(app: A
         await seen.wait(lambda: bool(seen.of(JobSettled)))
         await app.enqueue("work", 1, delay=timedelta(hours=1))  # so that there is a lane to be reaped
         runner = worker._runners[0]
-        await reap(runner._queue, runner._shared.database)
+        await reap(runner._queue, runner._shared.surveys, runner._shared.database)
     assert [row(admin, key, kind="later") for key in ("new", "expired")] == before
 
     async with App(dsn) as newer:

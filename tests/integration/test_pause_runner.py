@@ -270,16 +270,16 @@ async def test_a_pause_that_flips_between_the_survey_and_the_claim(
     app: App, admin: Admin, hand: Hand, monkeypatch: pytest.MonkeyPatch, flips: str
 ) -> None:
     called: list[int] = []
-    claim_from = Claimer._claim_from
+    claim = Claimer._claim
     flipped = anyio.Event()
 
-    async def flipping(self: Claimer, dues: Sequence[Due], limit: int) -> list[Claim]:
-        if dues and not flipped.is_set():
+    async def flipping(self: Claimer, preferred: int, limit: int, claims: Sequence[Claim] = ()) -> list[Claim]:
+        if self._lanes.dues and not flipped.is_set():
             (pause if flips == "to paused" else lambda hand: hand.send(resume_kind(hand.tables, "work")))(hand)
             flipped.set()
-        return await claim_from(self, dues, limit)
+        return await claim(self, preferred, limit, claims)
 
-    monkeypatch.setattr(Claimer, "_claim_from", flipping)
+    monkeypatch.setattr(Claimer, "_claim", flipping)
     if flips == "to running":  # as if the survey had been asked before: it saw no pause
         unpaused = [Due(Lane("work", 0, 0), -1.0, paused=False)]
         survey = JobsTable.survey

@@ -22,6 +22,7 @@ from pgworker.outcome import Settlement
 from pgworker.policy import STORE_TIMEOUT, make_policy
 from pgworker.queue import JobsTable
 from pgworker.statements import BEGINNING, Cursor, Lane, Reaped, Statement
+from pgworker.surveys import Surveys
 from tests.handles import FAIL, RELEASE, RETRY, Hand, Recorder, age, result, row, running, untyped
 from tests.handles import hand as other_hand
 
@@ -225,7 +226,8 @@ async def test_a_pass_goes_in_bounded_pages_over_all_lanes(
     database = Database(dsn, "worker", deadline=STORE_TIMEOUT, connections=1)
     await database.open()
     policy = make_policy("standard", {"lease": Lease.renew(timedelta(seconds=TTL))})
-    freed = await reap(Watched(hand.tables, replace(untyped("work"), policy=policy)), database)
+    queue = Watched(hand.tables, replace(untyped("work"), policy=policy))
+    freed = await reap(queue, Surveys(database), database)
     await database.close()
     assert freed == 6 * 7  # the last of each lane, behind two pages of live leases
     assert admin.execute("select count(*) from pgworker.jobs where token is null and evictions = 1").fetchone() == (42,)

@@ -1,0 +1,78 @@
+"""Looks at the lanes of a process's kinds, those of many in one statement, and says when it is time to poll."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+import anyio.lowlevel
+import psycopg
+
+from pgworker import statements
+from pgworker.db import Database
+from pgworker.queue import JobsTable, Queue
+from pgworker.statements import Due, Statement
+
+
+@dataclass(slots=True, eq=False)
+class _Look:
+    """One statement, and those who wait for it."""
+
+    queues: dict[str, JobsTable] = field(default_factory=dict)
+    dues: list[Due] = field(default_factory=list)
+    error: psycopg.Error | TimeoutError | None = None
+    answered: anyio.Event = field(default_factory=anyio.Event)
+
+
+class Surveys:
+    """The surveys of one process: whoever asks in the same turn of the event loop shares a statement.
+
+    So a process with fifty idle kinds asks as often as one with a single kind: `until_poll` has them all wake at once.
+    """
+
+    def __init__(self, database: Database) -> None:
+        self._database = database
+        self._next: _Look | None = None
+        self._phase = random.random()  # noqa: S311 - processes that were started together shall not poll together
+
+    def until_poll(self, poll: float) -> float:
+        """Seconds to the next poll of a kind that polls so often: at one instant for all that have the same rhythm."""
+        return poll - (time.monotonic() + self._phase * poll) % poll
+
+    async def look(self, queue: Queue) -> list[Due]:
+        """The lanes of a queue that have unfinished jobs; an app's own table has a statement of its own.
+
+        Raises psycopg.Error or TimeoutError. Sees cancelling through.
+        """
+        if not isinstance(queue, JobsTable):
+            return await self._database.run(queue.survey())
+        with anyio.CancelScope(shield=True):  # the others wait for whoever came first
+            look = self._next or _Look()
+            look.queues[queue.kind.name] = queue
+            if look is self._next:
+                await look.answered.wait()
+            else:
+                self._next = look
+                await anyio.lowlevel.checkpoint()  # until here others may join
+                self._next = None
+                await self._ask(look)
+        if look.error is not None:
+            raise look.error
+        return [due for due in look.dues if due.lane.kind == queue.kind.name]
+
+    async def _ask(self, look: _Look) -> None:
+        try:
+            look.dues = await self._database.run(_survey(list(look.queues.values())))
+        except (psycopg.Error, TimeoutError) as error:
+            look.error = error
+        finally:
+            look.answered.set()
+
+
+def _survey(queues: Sequence[JobsTable]) -> Statement[list[Due]]:
+    if len(queues) == 1:
+        return queues[0].survey()
+    return statements.survey_lanes(queues[0].tables, [queue.kind.name for queue in queues])
