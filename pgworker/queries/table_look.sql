@@ -13,7 +13,7 @@ with recursive relation as materialized (
   select d.name, d.not_null or t.typnotnull, t.typbasetype
   from types d join pg_type t on t.oid = d.type and t.typtype = 'd'
 ), indexes as (
-  select i.indisunique and i.indpred is null and i.indexprs is null and i.indnkeyatts = 1 as is_unique,
+  select i.indisunique and i.indpred is null and i.indnkeyatts = 1 as is_unique,
          array(select a.attname::text from unnest(i.indkey::int2[]) with ordinality as k(attnum, n)
                join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum order by k.n) as columns
   from relation r join pg_index i on i.indrelid = r.oid and i.indisvalid

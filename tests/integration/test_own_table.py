@@ -235,6 +235,39 @@ def test_a_row_that_loses_its_worker_too_often_fails(messages: Adapter, admin: A
     assert row["embed_done_at"] is not None
 
 
+def test_a_renewal_of_a_busy_row_tells_of_no_cancel(messages: Adapter, admin: Admin, hand: Hand) -> None:
+    """What was seen without the lock may be withdrawn by whoever holds it."""
+    messages.put(admin, 1)
+    queue = rows_queue(hand, messages)
+    claims = claim_one(hand, queue)
+    messages.set(admin, 1, cancel_requested_at=datetime.now(UTC))
+    with admin.transaction():
+        messages.set(admin, 1, attempts=0)
+        renewed = send_sync(hand.connection, queue.renewals([(claims[0], 60.0)]))
+    assert renewed == {claims[0].id: ("busy", False)}
+
+
+@pytest.mark.parametrize("by", ["claim", "reap"])
+@pytest.mark.parametrize(
+    ("ttl", "token"),
+    [(timedelta(days=3000), {}), (timedelta(seconds=0.3), {"token": None})],
+    ids=["from before the server's start", "that the app has cleared in part"],
+)
+def test_a_lease_that_nobody_could_renew_is_no_eviction(
+    messages: Adapter, admin: Admin, hand: Hand, by: str, ttl: timedelta, token: dict[str, Any]
+) -> None:
+    messages.put(admin, 1)
+    queue = rows_queue(hand, messages, lease=Lease.renew(ttl))
+    claim_one(hand, queue)
+    messages.set(admin, 1, lease_expires_at=datetime.now(UTC) - timedelta(seconds=0.1), **token)
+    if by == "claim":
+        assert [claim.evictions for claim in claim_one(hand, queue)] == [0]
+    else:
+        messages.set(admin, 1, cancel_requested_at=datetime.now(UTC))
+        assert send_sync(hand.connection, queue.reap(LANE, limit=10)).ended_or_freed == 1
+    assert messages.of(admin, 1, "evictions") == 0
+
+
 def test_reaping_keeps_to_its_lane_and_to_what_is_due(messages: Adapter, admin: Admin, hand: Hand) -> None:
     lanes = [(0, 0), (0, 3), (1, 0)]
     queue = rows_queue(hand, messages)

@@ -20,7 +20,7 @@ from pgworker.tablemap import TableMap
 from pgworker.tablestatements import survey_table
 from tests.adapters import KIND, Adapter, Messages, Threads
 from tests.handles import RETRY, Hand
-from tests.plans.test_plans import Explainer, Plan
+from tests.plans.test_plans import Explainer, Plan, take_for_empty
 
 Admin: TypeAlias = psycopg.Connection[Any]
 LANE = Lane(KIND, 0, 0)
@@ -97,6 +97,36 @@ def test_a_plan_from_the_empty_table_probes_once_a_row(
         assert plan.filtered <= len(claims)
         assert plan.rows <= len(claims)
         assert "Seq Scan" not in plan.types
+
+
+@pytest.mark.ruling("0.3")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["table_claim", "table_finish", "table_settle", "table_renew", "table_reap"])
+def test_a_table_that_is_taken_for_empty_is_probed_all_the_same(own: Own, name: str) -> None:
+    if name == "table_reap" and not own.queue.reap(LANE, limit=1).parameters:
+        pytest.skip("a table without the columns for it has nothing to reap")
+    own.fill(1000)
+    take_for_empty(own.admin, TABLES[type(own.adapter)])
+
+    def statement(count: int) -> Statement[Any]:
+        match name:
+            case "table_claim":
+                return own.claim(count)
+            case "table_reap":
+                own.take(count)
+                own.adapter.age(own.admin, 3600)
+                return own.queue.reap(LANE, limit=count)
+            case _:
+                return FENCED[name](own.queue, own.take(count))
+
+    own.fill(1)
+    kept = own.explainer.prepare(statement(1))
+    own.admin.execute(f"delete from {TABLES[type(own.adapter)]}")
+    own.fill(30_000)
+    large = statement(100)
+    for plan in (own.explainer.prepared(kept, large), own.explainer.fresh(large)):
+        assert plan.rows <= 2 * 100
+        assert plan.passed <= 2 * 100 * 100
 
 
 def in_apply(own: Own, statement: Statement[Any]) -> Plan:
