@@ -254,7 +254,7 @@ def test_a_renewal_of_a_busy_row_tells_of_no_cancel(messages: Adapter, admin: Ad
     ids=["from before the server's start", "that the app has cleared in part"],
 )
 def test_a_lease_that_nobody_could_renew_is_no_eviction(
-    messages: Adapter, admin: Admin, hand: Hand, by: str, ttl: timedelta, token: dict[str, Any]
+    messages: Adapter, admin: Admin, hand: Hand, *, by: str, ttl: timedelta, token: dict[str, Any]
 ) -> None:
     messages.put(admin, 1)
     queue = rows_queue(hand, messages, lease=Lease.renew(ttl))
