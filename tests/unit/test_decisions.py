@@ -171,13 +171,13 @@ def test_options_past_their_limits(options: Any) -> None:
 
 
 def test_of_equal_keys_the_last_one_has_the_status() -> None:
-    jobs = [NewJob(1, "k", "r1"), NewJob(2, "other", "r"), NewJob(3, "k", "r3")]
+    jobs = [NewJob(1, "k", "r1"), NewJob(2, "other"), NewJob(3, "k", "r3")]
     flow = put_jobs(TableMap(), untyped("work"), jobs, if_pending="replace")
     assert next(flow).parameters["keys"] == ["other", "k"], "it stands where it was asked for"
     with pytest.raises(StopIteration) as end:
         flow.send({key: Put(key, "created", "pending", "1") for key in ("k", "other")})
     assert [(put.key, put.revision, put.status) for put in end.value.value.enqueued] == [
-        ("k", "r3", "replaced"), ("other", "r", "created"), ("k", "r3", "created")
+        ("k", "r3", "replaced"), ("other", None, "created"), ("k", "r3", "created")
     ]  # fmt: skip
 
 
