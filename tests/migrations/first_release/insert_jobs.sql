@@ -21,16 +21,14 @@ with now as materialized (
     -- (kind as an expression: as in claim_jobs)
     from {jobs} j where j.key = i.key and j.kind || '' = i.kind limit 1) j on true
 ), rising as materialized (                                  -- a live edit promotes waiting catch-up work; a locked row is left as it is
-  select j.kind, j.id from looked l cross join lateral (
-    select j.kind, j.id from {jobs} j
+  select j.id from looked l cross join lateral (
+    select j.id from {jobs} j
     where j.id = l.id and j.kind || '' = l.kind and j.revision = l.revision and j.state = 'pending' and j.token is null
       and j.class > l.class
     for no key update skip locked) j
   where l.unchanged and l.old_class > l.class and l.state = 'pending'
 ), risen as (
-  update {jobs} j set class = 0 from rising
-  where j.id = rising.id and j.kind || '' = rising.kind and j.id = any(array(select rising.id from rising))   -- as in claim_jobs
-  returning j.id
+  update {jobs} j set class = 0 where j.id = any(array(select rising.id from rising)) and j.kind || '' = %(kind)s::text
 ), put as (
   insert into {jobs} as j (kind, key, revision, class, priority, ready_at, created_at, max_attempts, version, payload)
   select i.kind, i.key, i.revision, i.class, i.priority,
