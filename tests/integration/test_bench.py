@@ -53,7 +53,14 @@ def nothing_is_left(dsn: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "names", [("P1", "P2", "P3"), ("P4", "P5", "P6", "P7"), ("P8", "P9"), ("P10", "P11", "P12")], ids=" ".join
+    "names",
+    [
+        ("P1", "P4", "P5", "P6", "P7", "P11"),
+        pytest.param(("P2", "P3"), marks=pytest.mark.slow),  # these start a worker or two for each of their rounds
+        pytest.param(("P8", "P9"), marks=pytest.mark.slow),
+        pytest.param(("P10", "P12"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
 )
 def test_every_scenario_runs_and_leaves_nothing_behind(names: tuple[str, ...], make_dsn: MakeDsn) -> None:
     dsn, said = make_dsn(), list[str]()
@@ -93,7 +100,10 @@ def test_interrupted_it_ends_its_workers_and_drops_its_schema(
     number: signal.Signals, make_dsn: MakeDsn, tmp_path: Path
 ) -> None:
     dsn = make_dsn()
+    # A shell that starts the tests in the background has them ignore it, and so would all that they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = Command("bench", "P9", cwd=tmp_path, dsn=dsn)
+    signal.signal(signal.SIGINT, before)
     try:
         command.log.expect("under a held snapshot")
         assert left(dsn)[0] == 1
