@@ -97,8 +97,8 @@ class Lanes:
     """
 
     dues: Sequence[Due] = ()
-    _places: dict[Lane, Cursor] = field(default_factory=dict)
-    _dry: set[Lane] = field(default_factory=set)
+    _places: dict[Lane, Cursor] = field(default_factory=dict[Lane, Cursor])
+    _dry: set[Lane] = field(default_factory=set[Lane])
 
     @property
     def paused(self) -> bool:
