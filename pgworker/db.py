@@ -58,19 +58,19 @@ that was given the setting by ALTER ROLE.
 
 _WAIT_SHARE = 0.9  # of a deadline, for a connection: an error that comes before it says that nothing was sent
 _SERVER_MARGIN = timedelta(milliseconds=500)  # the server gives up first, so that it frees the locks as well
-_LONGEST_LOCK_WAIT_MS = 500
-_IMPATIENT_ROLES = frozenset({"worker"})
+_LONGEST_LOCK_WAITS_MS = {"worker": 500, "enqueue": 200}
 """Sessions that share their statements among many jobs: none may wait for a stranger's lock as long as it lasts.
 
 Their errors tell the two apart: LockNotAvailable for what is locked, QueryCanceled for what is too much. All others
-wait up to their deadline, as an enqueue does for a caller's open transaction.
+wait up to their deadline, as an enqueue does alone for a caller's open transaction. (The synchronous pool shares none.)
 """
 
 
 def session_settings(deadline: timedelta, role: str = "") -> bytes:
     """The SET commands for a session of this role, whose statements have this deadline."""
     timeout_ms = int((deadline - _SERVER_MARGIN).total_seconds() * 1000)
-    lock_timeout_ms = max(1, min(_LONGEST_LOCK_WAIT_MS, timeout_ms // 2)) if role in _IMPATIENT_ROLES else 0
+    longest = _LONGEST_LOCK_WAITS_MS.get(role)
+    lock_timeout_ms = 0 if longest is None else max(1, min(longest, timeout_ms // 2))
     return SESSION.format(timeout_ms=timeout_ms, lock_timeout_ms=lock_timeout_ms).encode()
 
 

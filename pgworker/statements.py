@@ -228,6 +228,33 @@ def insert_jobs(
     )
 
 
+def insert_events(
+    tables: TableMap, kind: str, events: Sequence[Insert], *, version: int, facts: int = 0
+) -> Statement[dict[str, Put]]:
+    """Put new jobs of one kind whose keys were made for them; answers by key, for each one that it was created.
+
+    So it is also for those that this statement has put before: it may be sent again when its answer was lost.
+    """
+
+    def read(rows: Sequence[Row]) -> dict[str, Put]:
+        transaction = cast("str | None", rows[0][0])
+        return {event.key: Put(event.key, "created", "pending", transaction) for event in events}
+
+    parameters = {
+        "kind": kind,
+        "keys": [event.key for event in events],
+        "classes": [event.urgency for event in events],
+        "priorities": [event.priority for event in events],
+        "delays": [event.delay_seconds for event in events],
+        "ready_ats": [event.ready_at for event in events],
+        "max_attempts": [event.max_attempts for event in events],
+        "payloads": [event.payload for event in events],
+        "version": version,
+        "facts": facts,
+    }
+    return statement("insert_events", tables, parameters, read)
+
+
 def survey_lanes(tables: TableMap, kinds: Sequence[str]) -> Statement[list[Due]]:
     """The lanes of these kinds that have unfinished jobs, in the order in which they are to be claimed."""
     return statement("survey_lanes", tables, {"kinds": list(kinds)}, read_rows(due))
