@@ -96,7 +96,8 @@ class AsyncApp:
         That is a connection of psycopg or asyncpg, or a session or connection of SQLAlchemy. Raises PayloadError,
         ConfigError or UnknownKind before anything is sent, then psycopg.Error as it comes (or what else `conn` raises),
         and DatabaseUnavailable when there is no answer. Locks the job's row, if it changes, until the transaction ends.
-        When cancelled, the job may have been enqueued or not.
+        When cancelled, the job may have been enqueued or not. Without `conn`, calls that wait at the same time share a
+        statement and its commit, but no error; and an event whose answer is lost is sent once more, to the same effect.
         """
         job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
         return (await self.enqueue_many(kind, [job], if_pending=if_pending, conn=conn))[0]
@@ -109,7 +110,7 @@ class AsyncApp:
         if_pending: IfPending = "replace",
         conn: AsyncConn | None = None,
     ) -> list[Enqueued]:
-        """Enqueue jobs of one kind, all or none, in one statement; the answers are in the order of the jobs."""
+        """As enqueue, for jobs of one kind: all or none, in one statement; the answers are in the order of the jobs."""
         caller = async_caller(conn)
         if caller is not None:
             return await self._drive(self._registry.put(kind, jobs, if_pending=if_pending, caller=caller), caller)

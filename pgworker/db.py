@@ -6,7 +6,7 @@ import asyncio
 import random
 import time
 import weakref
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar, cast
@@ -105,10 +105,26 @@ def _pause_after_conflict(tried: int) -> float:
     return random.uniform(0.005, 0.02) * float(2**tried)  # noqa: S311 - spreads retries, guards nothing
 
 
+def _parameters(statement: Statement[T]) -> Mapping[str, object]:
+    """A statement's parameters, long lists of texts as literals: psycopg's own take 1.4 us an item, in Python."""
+    if not statement.texts:
+        return statement.parameters
+    parameters = dict(statement.parameters)
+    for name in statement.texts:
+        parameters[name] = text_array(cast("Sequence[str]", parameters[name]))
+    return parameters
+
+
+def text_array(texts: Sequence[str]) -> str:
+    """The literal of an array of texts, none of which may hold a NUL: the database could not store it."""
+    escaped = "\0".join(texts).replace("\\", "\\\\").replace('"', '\\"').replace("\0", '","')
+    return f'{{"{escaped}"}}' if texts else "{}"
+
+
 async def send(connection: AnyAsyncConnection, statement: Statement[T]) -> T:
     """Run a statement on this connection, whatever its cursor and row factories are; nothing is committed here."""
     async with psycopg.AsyncCursor(connection, row_factory=tuple_row) as cursor:
-        await cursor.execute(statement.sql, statement.parameters)
+        await cursor.execute(statement.sql, _parameters(statement))
         piped = connection.pgconn.pipeline_status  # then nothing is known before it is fetched
         rows = await cursor.fetchall() if piped or cursor.description else []
     return statement.read(cast("list[Row]", rows))
@@ -117,7 +133,7 @@ async def send(connection: AnyAsyncConnection, statement: Statement[T]) -> T:
 def send_sync(connection: AnySyncConnection, statement: Statement[T]) -> T:
     """As send, for a synchronous connection."""
     with psycopg.Cursor(connection, row_factory=tuple_row) as cursor:
-        cursor.execute(statement.sql, statement.parameters)
+        cursor.execute(statement.sql, _parameters(statement))
         piped = connection.pgconn.pipeline_status
         rows = cursor.fetchall() if piped or cursor.description else []
     return statement.read(cast("list[Row]", rows))
