@@ -218,7 +218,7 @@ class Database:
 
         Raises psycopg.Error, or TimeoutError when the deadline passes, or so many seconds if they are fewer.
         """
-        with anyio.CancelScope(shield=True), anyio.fail_after(min(within, self.deadline.total_seconds())):
+        with anyio.fail_after(min(within, self.deadline.total_seconds()), shield=True):
             for tried in range(1, _CONFLICT_TRIES):
                 try:
                     return await self._once(statement)
