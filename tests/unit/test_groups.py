@@ -203,6 +203,24 @@ async def test_those_who_are_answered_together_come_again_together() -> None:
     assert [len(flush) for flush in server.flushes] == [16] * 10
 
 
+async def test_those_who_are_answered_join_those_who_wait_already() -> None:
+    server = Server()
+    server.may_answer = anyio.Event()
+
+    async def client() -> None:
+        for _ in range(5):
+            await server.put(NewJob(1))
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(client)
+        await anyio.wait_all_tasks_blocked()
+        for _ in range(15):
+            group.start_soon(client)
+        await anyio.wait_all_tasks_blocked()
+        server.may_answer.set()
+    assert [len(flush) for flush in server.flushes] == [1, 16, 16, 16, 16, 15]
+
+
 async def test_kinds_and_events_have_lines_of_their_own() -> None:
     server = Server()
     other = make_order(untyped("other"), [NewJob(1)], if_pending="replace")
@@ -240,9 +258,11 @@ async def test_one_bad_row_costs_its_caller_alone(bad: int) -> None:
 @pytest.mark.ruling("2.8")
 async def test_who_meets_a_lock_waits_for_it_alone_and_nobody_else_does() -> None:
     release = anyio.Event()
+    begun: list[object] = []
 
     class Held(Server):
         async def run_alone(self, statement: Statement[T], /, *, within: float = 5.0) -> T:
+            begun.append(statement.parameters["payloads"])
             await release.wait()
             return await super().run_alone(statement, within=within)
 
@@ -265,10 +285,31 @@ async def test_who_meets_a_lock_waits_for_it_alone_and_nobody_else_does() -> Non
         group.start_soon(put, "new", None)
         await anyio.wait_all_tasks_blocked()
         assert "new" in answers
-        assert server.alone == []
+        assert begun == [['"x"']]  # of the two for this key the first, and then the second: it would win otherwise
         release.set()
     assert server.alone == [["k3"]] * 3
     assert answers["k3later"] == "created"
+
+
+async def test_what_is_put_already_is_not_put_again_when_the_rest_fails() -> None:
+    """What somebody else has just put the same is asked for once more; that may fail, and the others are there."""
+
+    class Partial(Server):
+        async def run(self, statement: Statement[T], /, *, within: float = 5.0) -> T:
+            answer = await super().run(statement, within=within)
+            if len(self.flushes) == 1:
+                assert isinstance(answer, dict)
+                del answer["k2"]
+            return answer
+
+    def fails(statement: Statement[Any], alone: bool) -> Exception | None:  # noqa: FBT001
+        return pg.LockNotAvailable("held") if statement.parameters["keys"] == ["k2"] and not alone else None
+
+    server = Partial(fails)
+    answers = await gather(server, [job("k0"), job("k1", "r"), job("k2", "r"), job("k0")])
+    assert [answer[0].status for answer in answers if isinstance(answer, list)] == ["replaced", *["created"] * 3]
+    assert server.flushes == [["k1", "k2", "k0"], ["k2"], ["k2"]]
+    assert server.alone == [["k2"]]
 
 
 async def test_an_error_that_is_nobodys_is_everybodys_one_each() -> None:
