@@ -306,9 +306,10 @@ async def test_what_is_put_already_is_not_put_again_when_the_rest_fails() -> Non
         return pg.LockNotAvailable("held") if statement.parameters["keys"] == ["k2"] and not alone else None
 
     server = Partial(fails)
-    answers = await gather(server, [job("k0"), job("k1", "r"), job("k2", "r"), job("k0")])
-    assert [answer[0].status for answer in answers if isinstance(answer, list)] == ["replaced", *["created"] * 3]
-    assert server.flushes == [["k1", "k2", "k0"], ["k2"], ["k2"]]
+    calls = [[job("k0")], [job("k1", "r")], [job("k2", "r"), job("k3", "r")], [job("k0")]]
+    answers = await asyncio.gather(*(server.put(*jobs) for jobs in calls))
+    assert [answer[0].status for answer in answers] == ["replaced", *["created"] * 3]
+    assert server.flushes == [["k1", "k2", "k3", "k0"], ["k2"], ["k2"]]
     assert server.alone == [["k2"]]
 
 
