@@ -35,10 +35,7 @@ BEGINNING: Cursor = (datetime.min.replace(tzinfo=UTC), -1)
 
 @dataclass(frozen=True, slots=True)
 class Statement(Generic[T]):
-    """One statement, ready to be sent: `read` turns its rows into what the caller wants.
-
-    `texts` names parameters that are long lists of texts, for drivers that are slow with them.
-    """
+    """One statement, ready to be sent: `read` turns its rows into what is wanted, `texts` names lists of many texts."""
 
     name: str
     sql: bytes
