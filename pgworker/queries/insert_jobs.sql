@@ -6,7 +6,10 @@
 with now as materialized (
   select clock_timestamp() as at
 ), input as materialized (                                   -- the last of equal keys wins; callers collapse them anyway
-  select distinct on (t.key collate "C") %(kind)s::text as kind, t.*
+  -- A column that has its default in all rows is sent as an empty array, for which unnest gives nulls.
+  select distinct on (t.key collate "C") %(kind)s::text as kind, t.key, coalesce(t.revision, '') as revision,
+         coalesce(t.class, 0::smallint) as class, coalesce(t.priority, 0::smallint) as priority, coalesce(t.delay, 0) as delay,
+         t.ready_at, t.max_attempts, t.payload, t.ord
   from unnest(%(keys)s::text[], %(revisions)s::text[], %(classes)s::smallint[], %(priorities)s::smallint[], %(delays)s::float8[],
               %(ready_ats)s::timestamptz[], %(max_attempts)s::int[], %(payloads)s::text[]) with ordinality
        as t(key, revision, class, priority, delay, ready_at, max_attempts, payload, ord)

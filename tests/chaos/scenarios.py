@@ -22,6 +22,11 @@ async def plain(stage: Stage) -> None:
     await stage.job()
 
 
+async def event(stage: Stage) -> None:
+    """A job without a key, which nobody enqueues again."""
+    await stage.event()
+
+
 async def again(stage: Stage) -> None:
     """A job whose first run asks for another."""
     await stage.job("again")
@@ -119,7 +124,7 @@ async def counting(stage: Stage) -> None:
     """Somebody asks how much there is to do."""
     await stage.job()
     counts = await stage.ask(lambda: count_jobs(TABLES, bound=1000))
-    assert sum(count.jobs for count in counts) == stage.wanted
+    assert sum(count.jobs for count in counts) == stage.wanted + stage.events
 
 
 async def own_plain(stage: Stage) -> None:
@@ -168,6 +173,7 @@ SCENARIOS: dict[str, Scenario] = {
     "finish_jobs": plain,
     "forget_job": forgetting,
     "forget_runners": leaving,
+    "insert_events": event,
     "insert_jobs": plain,
     "list_ended": operating,
     "list_pauses": pausing,

@@ -148,13 +148,13 @@ def test_options_at_their_limits() -> None:
     for priority in (-32_767, 32_767):
         assert sent(priority=priority)["priorities"] == [priority]
     assert sent(max_attempts=1)["max_attempts"] == [1]
-    assert sent(delay=0)["delays"] == sent(delay=None)["delays"] == [0.0]
+    assert sent(delay=0)["delays"] == sent(delay=None)["delays"] == []
     assert sent(delay=timedelta(seconds=2))["delays"] == sent(delay=2)["delays"] == [2.0]
     instant = datetime(2030, 1, 1, tzinfo=UTC)
-    assert (sent(ready_at=instant)["ready_ats"], sent()["ready_ats"]) == ([instant], [None])
+    assert (sent(ready_at=instant)["ready_ats"], sent()["ready_ats"]) == ([instant], [])
     assert sent(key="k", revision="r")["revisions"] == ["r"]
-    assert sent(key="k")["revisions"] == [""]
-    assert (sent()["classes"], sent(urgency="catch_up")["classes"]) == ([0], [1])
+    assert sent(key="k")["revisions"] == []
+    assert (sent()["classes"], sent(urgency="catch_up")["classes"]) == ([], [1])
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_of_equal_keys_the_last_one_has_the_status() -> None:
     flow = put_jobs(TableMap(), untyped("work"), jobs, if_pending="replace")
     assert next(flow).parameters["keys"] == ["other", "k"], "it stands where it was asked for"
     with pytest.raises(StopIteration) as end:
-        flow.send({key: Put(key, "created", "pending", "1") for key in ("k", "other")})
+        flow.send({key: Put("created", "pending", "1") for key in ("k", "other")})
     assert [(put.key, put.revision, put.status) for put in end.value.value.enqueued] == [
         ("k", "r3", "replaced"), ("other", None, "created"), ("k", "r3", "created")
     ]  # fmt: skip
