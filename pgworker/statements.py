@@ -124,6 +124,8 @@ class Insert:
     ready_at: datetime | None
     max_attempts: int | None
     payload: str
+    event: bool = False
+    """Whether its key was made for it: it goes as a whole when it is old."""
 
 
 def template(name: str) -> str:
@@ -212,6 +214,7 @@ def insert_jobs(
         {
             "kind": kind,
             "keys": [job.key for job in jobs],
+            "events": [job.event for job in jobs],
             "revisions": [job.revision for job in jobs],
             "classes": [job.urgency for job in jobs],
             "priorities": [job.priority for job in jobs],

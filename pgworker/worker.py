@@ -32,6 +32,7 @@ from pgworker.maintenance import expire_results_forever, reap_forever, report_fo
 from pgworker.middleware import Middleware
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.queue import JobsTable, Queue, RowsQueue
+from pgworker.retention import prune_forever
 from pgworker.runner import Runner
 from pgworker.shared import Shared
 from pgworker.status import RunnerStatus
@@ -181,6 +182,7 @@ class Worker:
             ttl = runner.kind.policy.result_ttl
             if ttl is not None:
                 group.start_soon(expire_results_forever, tables, kind, ttl, database)
+        group.start_soon(prune_forever, tables, self._kinds, database)
         group.start_soon(listener.run)
         group.start_soon(_beat_forever, shared.leases)
 
