@@ -24,12 +24,11 @@ with cutoff as materialized (
   limit %(limit)s::int
 ), old as materialized (
   select locked.* from page p cross join lateral (
-    select r.kind, r.key from {results} r
+    select r.key from {results} r
     where r.kind = p.kind and r.key = p.key and r.finished_at < (select at from cutoff)
     for update skip locked) locked
 ), gone as (
-  delete from {results} r using old
-  where r.kind = old.kind and r.key = old.key and r.key = any(array(select old.key from old))   -- as in claim_jobs
+  delete from {results} r where r.kind = %(kind)s::text and r.key = any(array(select old.key from old))
   returning r.key
 )
 select (select count(*) from page), (select count(*) from gone), last.finished_at::text, last.id

@@ -13,8 +13,7 @@ with turn as materialized (
   order by f.id
   limit %(limit)s::int
 ), gone as (
-  delete from {facts} f using page p
-  where f.id = p.id and p.at < (select at from cutoff) and f.id = any(array(select page.id from page))   -- as in claim_jobs
+  delete from {facts} f where f.id = any(array(select p.id from page p where p.at < (select at from cutoff)))
   returning f.id
 )
 select count(*), (select count(*) from gone), max(p.id) from page p

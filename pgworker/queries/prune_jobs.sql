@@ -22,28 +22,31 @@ with now as materialized (
     limit %(limit)s::int) p
 ), doomed as materialized (
   select locked.* from page p cross join lateral (
-    select p.number, j.kind, j.id from {jobs} j
+    select j.kind, j.id from {jobs} j
     where p.event and j.id = p.id and j.kind || '' = p.kind and j.state = p.state and j.finished_at = p.finished_at
     for update skip locked) locked                           -- (an app's row that refers to the job is being written: next time)
 ), spared as materialized (
   select locked.* from page p cross join lateral (
-    select p.number, j.kind, j.id from {jobs} j
+    select j.kind, j.id from {jobs} j
     where not p.event and j.id = p.id and j.kind || '' = p.kind and j.state = p.state and j.finished_at = p.finished_at
     for no key update skip locked) locked
+-- No joins from here on: a planner that takes the tables for empty would go through each row for each other. "is true"
+-- keeps it from making one of them; the rows are looked up in a hash instead.
 ), gone as (
-  delete from {jobs} j using doomed d
-  where j.id = d.id and j.kind || '' = d.kind and j.id = any(array(select doomed.id from doomed))   -- as in claim_jobs
-  returning d.number, j.kind, j.key
+  delete from {jobs} j
+  where j.id = any(array(select d.id from doomed d)) and ((j.id, j.kind) in (select d.id, d.kind from doomed d)) is true
+  returning j.kind, j.key, j.state
 ), emptied as (
-  update {jobs} j set payload = null from spared s
-  where j.id = s.id and j.kind || '' = s.kind and j.id = any(array(select spared.id from spared))   -- as in claim_jobs
-  returning s.number, j.kind, j.key
+  update {jobs} j set payload = null
+  where j.id = any(array(select s.id from spared s)) and ((j.id, j.kind) in (select s.id, s.kind from spared s)) is true
+  returning j.kind, j.key, j.state
 ), ended as materialized (
   select g.kind, g.key from gone g union all select e.kind, e.key from emptied e
 ), dropped as (
-  delete from {results} r using ended e
-  where r.kind = e.kind and r.key = e.key and r.key = any(array(select ended.key from ended))   -- as in claim_jobs
+  delete from {results} r
+  where r.key = any(array(select e.key from ended e)) and ((r.key, r.kind) in (select e.key, e.kind from ended e)) is true
 )
 select p.number::int - 1, count(*), max(p.finished_at)::text, (array_agg(p.id order by p.finished_at desc, p.id desc))[1],
-       (select count(*) from gone g where g.number = p.number), (select count(*) from emptied e where e.number = p.number)
-from page p group by p.number
+       (select count(*) from gone g where g.kind = p.kind and g.state = p.state),
+       (select count(*) from emptied e where e.kind = p.kind and e.state = p.state)
+from page p group by p.number, p.kind, p.state
