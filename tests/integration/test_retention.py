@@ -279,6 +279,15 @@ def test_many_kinds_take_several_statements(
     assert keys(admin) == set()
 
 
+def test_each_shelf_of_a_statement_is_answered_for_by_itself(hand: Hand, admin: Admin) -> None:
+    for hand.kind, count in (("a", 1), ("b", 2)):
+        for number in range(count):
+            end(hand, None, days=8)
+            end(hand, f"k{number}", days=8)
+    pages = hand.send(prune(shelf(kind="a"), shelf(kind="b")))
+    assert {number: page[:3] for number, page in pages.items()} == {0: (2, 1, 1), 1: (4, 2, 2)}
+
+
 # --- who else is there ----------------------------------------------------------------------------------------------
 
 
