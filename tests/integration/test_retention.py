@@ -381,20 +381,32 @@ def test_what_goes_and_what_stays_are_one_list_of_ended_jobs(hand: Hand, admin: 
     for number in range(12):
         end(hand, None if number % 2 else f"k{number}", state=state, days=20 - number)
     admin.execute("update pgworker.jobs set payload = null where id % 3 = 0")
-    admin.execute("update pgworker.results set finished_at = '2000-01-01'")
-    in_order = [each for (each,) in admin.execute("select id from pgworker.jobs order by finished_at").fetchall()]
+    in_order = admin.execute("select id, key, finished_at::text from pgworker.jobs order by finished_at").fetchall()
+    for _, key, _ in in_order:
+        copy_of(admin, key, kind="another")
+    admin.execute(
+        "insert into pgworker.results select finished_at, 'another', key, revision, value from pgworker.results"
+    )
+    renewed = in_order[5][1]
+    admin.execute(
+        "update pgworker.results set finished_at = '2000-01-01' where kind = 'another' or key <> %s", [renewed]
+    )
+    ids, until = [each for each, _, _ in in_order[:9]], in_order[8][2]
     for limit in (1, 5, 100):
         listed: list[int] = []
         after = BEGINNING
-        while page := hand.send(list_ended(TABLES, "work", state, after=after, until=None, code=None, limit=limit)):
+        while page := hand.send(list_ended(TABLES, "work", state, after=after, until=until, code=None, limit=limit)):
             listed += [found.id for found in page]
             after = page[-1].cursor
-        assert listed == in_order
+        assert listed == ids
     read = deleted = 0
     after = BEGINNING
-    while (page_ := hand.send(expire_results(TABLES, "work", state, ttl_seconds=60, after=after, limit=5))).cursor:
-        after, read, deleted = page_.cursor, read + page_.read, deleted + page_.deleted
-    assert (read, deleted, results(admin)) == (12, 12, set())
+    while (
+        old := hand.send(expire_results(TABLES, "work", state, ttl_seconds=11.5 * DAY, after=after, limit=5))
+    ).cursor:
+        after, read, deleted = old.cursor, read + old.read, deleted + old.deleted
+    left = admin.execute("select key from pgworker.results where kind = 'work'").fetchall()
+    assert (read, deleted, {key for (key,) in left}) == (9, 8, {renewed} | {key for _, key, _ in in_order[9:]})
 
 
 # --- facts ----------------------------------------------------------------------------------------------------------
