@@ -59,7 +59,7 @@ create index jobs_ready on {schema}.jobs (kind, class, priority, ready_at, id) w
 
 -- What has ended, oldest first: retention, and the lists and counts of failed jobs. What retention still has to do with
 -- lies apart from what stays for good, so that it never reads that again. An index of its own for it would make every
--- finish a tenth dearer; this costs nothing.
+-- finish a tenth dearer, and write 80 bytes more of WAL; this one writes as much as without the column.
 create index jobs_ended on {schema}.jobs (kind, state, (event or (payload is not null and state <> 'failed')), finished_at, id)
     where state <> 'pending';
 
