@@ -142,6 +142,7 @@ def _row(kind: Kind, job: NewJob, which: str) -> Insert:
         ready_at=job.ready_at,
         max_attempts=job.max_attempts,
         payload=payload,
+        event=job.key is None,
     )
 
 

@@ -191,6 +191,65 @@ def expire_results(
     return statement("expire_results", tables, parameters, read)
 
 
+class Shelf(NamedTuple):
+    """The ended jobs of one kind and state: for how long they are kept, and up to where they were looked through."""
+
+    kind: str
+    state: State
+    keep_seconds: float
+    after: Cursor = BEGINNING
+
+
+class Cleared(NamedTuple):
+    """What a page of one shelf held, and what became of it; `cursor` is its last job."""
+
+    read: int
+    deleted: int
+    emptied: int
+    cursor: Cursor
+
+
+class Torn(NamedTuple):
+    """What a page of the journal held; `last` is its last id, None when the page was empty."""
+
+    read: int
+    deleted: int
+    last: int | None
+
+
+def prune_jobs(tables: TableMap, shelves: Sequence[Shelf], *, limit: int) -> Statement[dict[int, Cleared]]:
+    """Delete the events and empty the keyed jobs that are past their time: up to `limit` of each shelf.
+
+    Answers by the shelf's number; one without an answer has nothing that is old enough, or is another process's turn.
+    """
+
+    def read(rows: Sequence[Row]) -> dict[int, Cleared]:
+        return {
+            cast("int", number): Cleared(
+                cast("int", count), cast("int", deleted), cast("int", emptied), (cast("str", at), cast("int", last_id))
+            )
+            for number, count, at, last_id, deleted, emptied in rows
+        }
+
+    parameters = {
+        "kinds": [shelf.kind for shelf in shelves],
+        "states": [shelf.state for shelf in shelves],
+        "keeps": [shelf.keep_seconds for shelf in shelves],
+        "afters": [shelf.after[0] for shelf in shelves],
+        "after_ids": [shelf.after[1] for shelf in shelves],
+        "turn": f"pgworker prune {tables.schema} jobs",
+        "limit": limit,
+    }
+    return statement("prune_jobs", tables, parameters, read)
+
+
+def prune_facts(tables: TableMap, *, keep_seconds: float, after: int, limit: int) -> Statement[Torn]:
+    """Read up to `limit` facts after this id, and delete those that are older than that."""
+    turn = f"pgworker prune {tables.schema} facts"
+    parameters = {"keep": keep_seconds, "after": after, "limit": limit, "turn": turn}
+    return statement("prune_facts", tables, parameters, lambda rows: read_rows(Torn)(rows)[0])
+
+
 def wait_briefly(tables: TableMap, seconds: float) -> Statement[None]:
     """Let a moment pass, by the database's clock and on the caller's own way of waiting for it."""
     return statement("wait_briefly", tables, {"seconds": seconds}, read_nothing)

@@ -16,6 +16,9 @@ STORE_TIMEOUT = timedelta(seconds=5)
 Facts: TypeAlias = Literal["all", "exceptional", "none"]
 """What of a job's history is kept: every step, what went otherwise than planned, or nothing."""
 
+FACTS_KEPT = timedelta(days=30)
+"""For how long the journal keeps a fact, of whatever kind: it is pruned from its beginning, as a whole."""
+
 MAX_BATCH = 10_000
 _LONGEST = timedelta(days=3650)  # past that, instants leave the range of the database's timestamps
 
@@ -99,6 +102,10 @@ class Policy:
     """How those who wait for results learn of them: by looking once a second, or by a notification, too."""
     result_ttl: timedelta | None = None
     """For how long a result is kept (None: as long as its job)."""
+    keep: timedelta | None = timedelta(days=7)
+    """For how long a job that has succeeded or was cancelled is kept, of a keyed one the payload (None: for ever)."""
+    keep_failed: timedelta | None = timedelta(days=30)
+    """For how long a failed event is kept (None: for ever); a keyed job that has failed stays as it is."""
 
     def __post_init__(self) -> None:
         _check(
@@ -111,10 +118,11 @@ class Policy:
             holds=self.timeout is None or timedelta(0) < self.timeout <= _LONGEST,
             message=f"timeout must be positive, got {self.timeout}",
         )
-        _check(
-            holds=self.result_ttl is None or timedelta(0) < self.result_ttl <= _LONGEST,
-            message=f"result_ttl must be positive, got {self.result_ttl}",
-        )
+        for name in ("result_ttl", "keep", "keep_failed"):
+            time = getattr(self, name)
+            _check(
+                holds=time is None or timedelta(0) < time <= _LONGEST, message=f"{name} must be positive, got {time}"
+            )
         for name, limit in (("max_attempts", self.max_attempts), ("max_evictions", self.max_evictions)):
             _check(holds=limit is None or limit >= 1, message=f"{name} must be at least 1 or None, got {limit}")
         for name, choices in _CHOICES.items():
@@ -243,10 +251,13 @@ class PolicyOptions(TypedDict, total=False):
     supersede: Literal["now", "wait"]
     results: Literal["poll", "notify"]
     result_ttl: timedelta | None
+    keep: timedelta | int | None
+    keep_failed: timedelta | int | None
 
 
 UNLIMITED = -1
-"""For max_attempts, max_evictions: no limit at all (None and zero mean the preset's)."""
+"""For what may have no limit at all (None and zero mean the preset's)."""
+_MAY_BE_UNLIMITED = frozenset({"max_attempts", "max_evictions", "keep", "keep_failed"})
 
 
 def make_policy(preset: str, options: PolicyOptions) -> Policy:
@@ -260,7 +271,7 @@ def make_policy(preset: str, options: PolicyOptions) -> Policy:
             msg = f"{name} must be a {kind.__name__}, got {options.get(name)!r}"
             raise ConfigError(msg)
     for name, value in options.items():
-        if isinstance(value, int) and value < 0 and not (value == UNLIMITED and name.startswith("max_")):
+        if isinstance(value, int) and value < 0 and not (value == UNLIMITED and name in _MAY_BE_UNLIMITED):
             msg = f"{name} must not be negative, got {value}"
             raise ConfigError(msg)
         if isinstance(value, timedelta) and value < timedelta(0):

@@ -127,6 +127,8 @@ class Insert(NamedTuple):
     ready_at: datetime | None
     max_attempts: int | None
     payload: str
+    event: bool = False
+    """Whether its key was made for it: it goes as a whole when it is old."""
 
 
 def template(name: str) -> str:
@@ -214,7 +216,12 @@ def insert_jobs(
     return statement(
         "insert_jobs",
         tables,
-        {**options, **_columns(jobs), "revisions": _unless([job.revision for job in jobs], "")},
+        {
+            **options,
+            **_columns(jobs),
+            "events": _unless([job.event for job in jobs], default=False),
+            "revisions": _unless([job.revision for job in jobs], ""),
+        },
         lambda rows: {row[0]: Put(*row[1:]) for row in cast("Sequence[tuple[Any, ...]]", rows)},
         texts=("keys", "revisions", "payloads"),
     )

@@ -8,8 +8,8 @@
 with now as materialized (
   select clock_timestamp() as at
 ), put as (
-  insert into {jobs} as j (kind, key, class, priority, ready_at, created_at, max_attempts, version, payload)
-  select %(kind)s::text, t.key, coalesce(t.class, 0), coalesce(t.priority, 0),
+  insert into {jobs} as j (kind, key, event, class, priority, ready_at, created_at, max_attempts, version, payload)
+  select %(kind)s::text, t.key, true, coalesce(t.class, 0), coalesce(t.priority, 0),
          -- as in insert_jobs: jobs of one call stay in its order, whatever their ids are
          coalesce(t.ready_at, now.at + coalesce(t.delay, 0) * interval '1 second' + t.ord * interval '1 microsecond'),
          now.at, t.max_attempts, %(version)s::smallint, t.payload::jsonb

@@ -180,6 +180,8 @@ SCENARIOS: dict[str, Scenario] = {
     "list_pending": operating,
     "list_runners": listing,
     "pause_kind": pausing,
+    "prune_facts": plain,
+    "prune_jobs": plain,
     "read_results": waiting,
     "reap_expired": orphaned,
     "renew_leases": long,

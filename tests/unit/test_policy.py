@@ -165,3 +165,26 @@ def test_a_policy_that_waits_for_nothing_is_refused() -> None:
         Stop("later")  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         Lease.cover(timedelta(0))
+
+
+@pytest.mark.ruling("2.1")
+def test_for_how_long_a_kind_keeps_its_jobs() -> None:
+    app = App("")
+
+    def kept(name: str, **options: Any) -> tuple[timedelta | None, timedelta | None]:
+        @app.kind(name, **options)
+        async def handler(job: Job[None]) -> None: ...
+
+        policy = app.kinds[name].policy
+        return policy.keep, policy.keep_failed
+
+    week, month = timedelta(days=7), timedelta(days=30)
+    assert kept("default") == kept("zero", keep=0, keep_failed=timedelta(0)) == (week, month)
+    assert kept("seconds", keep=60, keep_failed=0.5) == (timedelta(minutes=1), timedelta(seconds=0.5))
+    assert kept("duration", keep=timedelta(days=1)) == (timedelta(days=1), month)
+    assert kept("forever", keep=-1, keep_failed=-1) == (None, None)
+    for wrong in (-2, -0.5, timedelta(seconds=-1), timedelta(days=3651)):
+        with pytest.raises(ConfigError, match="keep must"):
+            kept("wrong", keep=wrong)
+        with pytest.raises(ConfigError, match="keep_failed must"):
+            kept("wrong", keep_failed=wrong)

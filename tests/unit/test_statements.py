@@ -53,6 +53,8 @@ BUILT: dict[str, Statement[Any]] = {
         operations.wait_briefly(TABLES, 0.01),
         operations.current_transaction(TABLES),
         operations.read_results(TABLES, [("work", "k")]),
+        operations.prune_jobs(TABLES, [operations.Shelf("work", "succeeded", 1.0)], limit=1),
+        operations.prune_facts(TABLES, keep_seconds=1.0, after=0, limit=1),
         operations.expire_results(TABLES, "work", "succeeded", ttl_seconds=1.0, after=operations.BEGINNING, limit=1),
     )
 }
