@@ -13,7 +13,7 @@ import anyio
 from pgworker.applier import Applier
 from pgworker.errors import PayloadError
 from pgworker.events import Event, JobLost
-from pgworker.executors.guest import Contained, is_stopping
+from pgworker.executors.guest import is_stopping
 from pgworker.executors.results import raised
 from pgworker.finisher import Ending, Finisher
 from pgworker.job import Cause, Claim, Job, Signal
@@ -117,6 +117,10 @@ class Attempt:
             item.stop("release")
         self._cancel()
 
+    def close(self) -> None:
+        """Let go of the jobs, which are written: what refers to itself would have to wait for the garbage collector."""
+        self._items, self._called = [], ()
+
     def one_is_told(self) -> None:
         """One of the jobs shall stop; called from the lease keeper's threads."""
         self._loop.call_soon_threadsafe(self._stop_if_none_is_left)
@@ -205,8 +209,7 @@ class Attempt:
 
     async def _results(self, jobs: Sequence[Job[object]]) -> Sequence[Result]:
         try:
-            async with Contained():
-                results = await self._tools.call(jobs)
+            results = await self._tools.call(jobs)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a middleware may raise anything; the executors do not

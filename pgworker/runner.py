@@ -14,6 +14,7 @@ from pgworker.claimer import Claimer, ClaimRefused, Taken
 from pgworker.errors import AlreadyRunning
 from pgworker.events import Event, JobSettled, RunnerTrouble
 from pgworker.executors import Executor
+from pgworker.executors.guest import Contained
 from pgworker.executors.inline import InlineExecutor
 from pgworker.executors.thread import ThreadExecutor
 from pgworker.finisher import Finisher
@@ -134,7 +135,15 @@ class Runner:
         async def call(jobs: Sequence[Job[object]]) -> Sequence[Result]:
             return await executor.execute(self.kind, jobs)
 
-        return compose(self.kind.name, self._shared.middleware, call)
+        if not self._shared.middleware:
+            return call  # executors contain what handlers do
+        composed = compose(self.kind.name, self._shared.middleware, call)
+
+        async def contained(jobs: Sequence[Job[object]]) -> Sequence[Result]:
+            async with Contained():
+                return await composed(jobs)
+
+        return contained
 
     async def _drain(self, slots: Slots) -> None:
         """Wait for the running calls; past the grace, release them."""

@@ -210,6 +210,7 @@ class Slots:
 
     def _end(self, attempt: Attempt) -> None:
         self._calls.discard(attempt)
+        attempt.close()
         self._ring()
 
     def _lost_track(self, error: BaseException) -> None:
