@@ -94,6 +94,8 @@ class Attempt:
     raises for anything that the handler does.
     """
 
+    __slots__ = ("_called", "_items", "_loop", "_releasing", "_scope", "_started", "_tools")
+
     def __init__(self, tools: Tools, held: Sequence[Held]) -> None:
         self._tools = tools
         self._loop = asyncio.get_running_loop()
