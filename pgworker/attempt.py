@@ -90,8 +90,8 @@ class Tools:
 class Attempt:
     """Runs the handler once, over a job or a batch, whose leases are held already.
 
-    First `call` in a scope of the caller's, then `hand_over`, or `finish` outside of it if there is more to do. Never
-    raises for anything that the handler does.
+    First `call` in a scope of the caller's, then `hand_over`; or, if there is more to do, `call_again` and `finish`
+    outside of it. Never raises for anything that the handler does.
     """
 
     __slots__ = ("_called", "_items", "_loop", "_releasing", "_scope", "_started", "_tools")
@@ -167,11 +167,10 @@ class Attempt:
         endings = [self._ending(item, Released(), 0.0) for item in self._items]
         self._tools.finisher.put(endings, done)
 
-    async def finish(self) -> None:
-        """See to all that is left when the call has ended, to the verdict on each job."""
+    async def call_again(self) -> None:
+        """Call the handler for each job alone, if the policy says so and the call has failed as a whole."""
         if self._tools.kind.policy.singly and len(self._called) > 1 and all(map(_failed_with_its_call, self._called)):
             await self._call_singly(self._called)
-        await self._finish(time.monotonic() - self._started)
 
     async def _call_singly(self, items: Sequence[_Item]) -> None:
         """Once more, each job alone with a deadline of its own: what one of them does is not the others' fault.
@@ -236,8 +235,9 @@ class Attempt:
 
     # --- finish -----------------------------------------------------------------------------------------------------
 
-    async def _finish(self, run_seconds: float) -> None:
+    async def finish(self) -> None:
         """Write every job's end; completions with the app's own code in them one by one, the rest together."""
+        run_seconds = time.monotonic() - self._started
         endings: list[Ending] = []
         for item in self._items:
             result = self._verdict(item)

@@ -47,7 +47,8 @@ class Slots:
         self._context = contextvars.copy_context()
         self._buffer: deque[Held] = deque()
         self._calls: set[Attempt] = set()
-        self._running = 0
+        self._calling: set[Attempt] = set()
+        """Those of them whose handler has not ended."""
         self._closed = False
         self._changed: anyio.Event | None = None
         self._leader: object = None
@@ -142,7 +143,7 @@ class Slots:
         self._leader = None
         waiting = -(-len(self._buffer) // self._size)
         if waiting and not self._closed:
-            for _ in range(min(waiting, self._concurrency - self._running, self._burst)):
+            for _ in range(min(waiting, self._concurrency - len(self._calling), self._burst)):
                 self._group.start_soon(self._work)
             self._burst = min(2 * self._burst, self._concurrency)
 
@@ -156,15 +157,19 @@ class Slots:
         try:
             with anyio.CancelScope() as scope:
                 while (attempt := self._begin()) is not None:
-                    await self._call(attempt, scope)
+                    await attempt.call(scope)
                     if not attempt.hand_over(partial(self._end, attempt)):
                         break
+                    self._calling.discard(attempt)
                     attempt = None
                     if self._leader is not me or scope.cancel_called:
                         break
                     if time.monotonic() >= until or contextvars.copy_context() != context:
                         break
             if attempt is not None:
+                await attempt.call_again()
+                self._calling.discard(attempt)
+                self._rouse()
                 await attempt.finish()
         except asyncio.CancelledError as error:
             if is_stopping():
@@ -174,13 +179,14 @@ class Slots:
             self._lost_track(error)
         finally:
             if attempt is not None:
+                self._calling.discard(attempt)
                 self._tools.leases.drop(attempt.held)
                 self._end(attempt)
             self._rouse()
 
     def _begin(self) -> Attempt | None:
         """A call of as many jobs as it takes, if there is a slot; those whose lease has run too low are given back."""
-        if self._closed or self._running >= self._concurrency:
+        if self._closed or len(self._calling) >= self._concurrency:
             return None
         held: list[Held] = []
         low: list[Held] = []
@@ -194,19 +200,13 @@ class Slots:
             return None
         attempt = Attempt(self._tools, held)
         self._calls.add(attempt)
+        self._calling.add(attempt)
         return attempt
 
     def _return(self, held: Sequence[Held]) -> None:
         attempt = Attempt(self._tools, held)
         self._calls.add(attempt)
         attempt.give_back(partial(self._end, attempt))
-
-    async def _call(self, attempt: Attempt, scope: anyio.CancelScope) -> None:
-        self._running += 1
-        try:
-            await attempt.call(scope)
-        finally:
-            self._running -= 1
 
     def _end(self, attempt: Attempt) -> None:
         self._calls.discard(attempt)

@@ -236,6 +236,28 @@ def held_by(worker: Worker) -> list[Held]:
     return slots.held if slots is not None else []
 
 
+@pytest.mark.ruling("1.15")
+async def test_a_batch_that_is_called_again_job_by_job_keeps_its_slot_meanwhile(app: App) -> None:
+    @app.kind("work", batch=2, concurrency=1, prefetch=6, window=0, singly=True, max_attempts=1)
+    async def work(batch: list[Job[int]]) -> list[None]:
+        if len(batch) > 1:
+            raise ValueError
+        running_now.append(len(batch))
+        peaks.append(len(running_now))
+        await anyio.sleep(0.03)  # meanwhile the batch before is written, and others are claimed
+        running_now.pop()
+        return [None]
+
+    running_now: list[int] = []
+    peaks: list[int] = []
+    await app.enqueue_many("work", jobs(40))
+    seen = Recorder(app)
+    async with running(app.worker()) as worker:
+        await seen.count(JobSettled, 40)
+        assert worker.status()["work"].succeeded == 40
+    assert max(peaks) == 1
+
+
 # --- calls that follow each other in one task ------------------------------------------------------------------------
 
 seen_by = contextvars.ContextVar("seen_by", default="")
