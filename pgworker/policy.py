@@ -75,6 +75,9 @@ class Policy:
     """Calls of the handler at the same time; a batch is one call."""
     batch: int = 64
     """Most jobs in one call of a batch handler; single handlers get one."""
+    prefetch: int = 0
+    """Most jobs that are claimed ahead of free slots: fewer claims for short jobs, but for long ones they had better be
+    left to another worker."""
     window: timedelta = timedelta(seconds=0.25)
     """How long a batch handler's claim waits for more to come, unless the last one was full."""
     poll: timedelta = timedelta(seconds=1)
@@ -112,6 +115,7 @@ class Policy:
             holds=1 <= self.concurrency <= MAX_BATCH, message=f"concurrency: 1 to {MAX_BATCH}, got {self.concurrency}"
         )
         _check(holds=1 <= self.batch <= MAX_BATCH, message=f"batch is 1 to {MAX_BATCH}, got {self.batch}")
+        _check(holds=0 <= self.prefetch <= MAX_BATCH, message=f"prefetch is 0 to {MAX_BATCH}, got {self.prefetch}")
         _check(holds=timedelta(0) <= self.window <= _LONGEST, message=f"window must not be negative, got {self.window}")
         _check(holds=timedelta(0) < self.poll <= _LONGEST, message=f"poll must be positive, got {self.poll}")
         _check(
@@ -130,7 +134,7 @@ class Policy:
             _check(holds=chosen in choices, message=f"{name} is one of {', '.join(choices)}, got {chosen!r}")
         _check_weights(self.weights)
         if self.lease.heartbeat is None:
-            needed = covering_ttl(self.timeout, self.batch, singly=self.singly)
+            needed = covering_ttl(self.timeout, self.batch, singly=self.singly, prefetch=self.prefetch)
             _check(
                 holds=self.lease.ttl >= needed,
                 message=f"a lease without renewal must cover the handler and its writes: at least "
@@ -160,16 +164,18 @@ def _check_weights(weights: object) -> None:
     )
 
 
-def covering_ttl(timeout: timedelta | None, batch: int, *, singly: bool = False) -> timedelta:
+def covering_ttl(timeout: timedelta | None, batch: int, *, singly: bool = False, prefetch: int = 0) -> timedelta:
     """The shortest lease that covers a call: its deadline, then two statements a job, the claim and the clean-up.
 
-    With `singly` the call may be followed by one for each job, each with a deadline of its own.
+    With `singly` the call may be followed by one for each job, each with a deadline of its own. With `prefetch` it may
+    begin when only half of the lease is left.
     """
     if timeout is None:
         msg = "a lease without renewal needs a timeout to cover"
         raise ConfigError(msg)
     try:
-        return timeout * (1 + batch if singly else 1) + (2 * batch + 2) * STORE_TIMEOUT
+        whole = timeout * (1 + batch if singly else 1) + (2 * batch + 2) * STORE_TIMEOUT
+        return 2 * whole if prefetch else whole
     except OverflowError as error:
         msg = f"a timeout of {timeout} and a batch of {batch} are too much to cover"
         raise ConfigError(msg) from error
@@ -236,6 +242,7 @@ class PolicyOptions(TypedDict, total=False):
 
     concurrency: int
     batch: int
+    prefetch: int
     window: timedelta
     poll: timedelta
     timeout: timedelta | None
@@ -285,6 +292,8 @@ def make_policy(preset: str, options: PolicyOptions) -> Policy:
     if base.lease.heartbeat is None and "lease" not in given:
         timeout = cast("timedelta | None", given.get("timeout", base.timeout))
         batch = cast("int", given.get("batch", base.batch))
-        needed = covering_ttl(timeout, batch, singly=bool(given.get("singly")))
+        needed = covering_ttl(
+            timeout, batch, singly=bool(given.get("singly")), prefetch=cast("int", given.get("prefetch", 0))
+        )
         given["lease"] = Lease.cover(max(base.lease.ttl, needed))
     return replace(base, **cast("Any", given))

@@ -188,3 +188,16 @@ def test_for_how_long_a_kind_keeps_its_jobs() -> None:
             kept("wrong", keep=wrong)
         with pytest.raises(ConfigError, match="keep_failed must"):
             kept("wrong", keep_failed=wrong)
+
+
+@pytest.mark.ruling("1.15")
+def test_nothing_is_claimed_ahead_unless_it_is_asked_for_and_then_a_lease_covers_the_wait_as_well() -> None:
+    assert {policy.prefetch for policy in PRESETS.values()} == {0}
+    assert make_policy("standard", {"prefetch": 100}).prefetch == 100
+    for wrong in (-1, 10_001):
+        with pytest.raises(ConfigError, match="prefetch"):
+            make_policy("standard", {"prefetch": wrong})
+    alone = make_policy("content", {})
+    assert make_policy("content", {"prefetch": 1}).lease == Lease.cover(2 * alone.lease.ttl)
+    with pytest.raises(ConfigError, match="at least 1540 s"):
+        make_policy("content", {"prefetch": 1, "lease": Lease.cover(1539 * SECOND)})
