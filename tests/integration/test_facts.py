@@ -228,11 +228,28 @@ def test_who_supersedes_waiting_work_waits_as_long(everything: Journalist, hand:
     assert hand.claim() == []
 
 
+@pytest.mark.ruling("2.3", "2.30")
+def test_a_lease_from_before_the_clock_was_set_back_is_waited_for_as_long_as_it_was_to_last(
+    everything: Journalist, admin: Admin
+) -> None:
+    everything.enqueue("r1")
+    everything.claim(ttl_seconds=60.0)
+    admin.execute("update pgworker.jobs set lease_expires_at = lease_expires_at + interval '1 day'")
+    everything.enqueue("r2", wait=True)
+    ((seconds,),) = admin.execute("select extract(epoch from ready_at - clock_timestamp()) from pgworker.jobs")
+    assert 50 < seconds <= 60
+
+
 @pytest.mark.ruling("2.3")
 def test_work_that_nobody_runs_does_not_wait(everything: Journalist, hand: Hand) -> None:
+    """Neither as it never ran, nor as it was given back."""
     everything.enqueue("r1")
     everything.enqueue("r2", wait=True)
-    assert [claim.revision for claim in hand.claim()] == ["r2"]
+    (claim,) = hand.claim()
+    assert claim.revision == "r2"
+    hand.settle(claim, RELEASE)
+    everything.enqueue("r3", wait=True)
+    assert [claim.revision for claim in hand.claim()] == ["r3"]
 
 
 def test_the_sql_function_tells_that_it_superseded(everything: Journalist, admin: Admin, hand: Hand) -> None:

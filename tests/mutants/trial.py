@@ -14,6 +14,7 @@ from typing import Final, Literal
 from tests.mutants.catalogue import CODE, ROOT, Mutant
 from tests.mutants.survey import Seen, command, environment, files_of, fingerprint, key_of, shared_fingerprint
 
+_ABOUT_TERMS: Final = ("tests/plans/", "tests/integration/test_statement_terms")
 _LONGEST_TEST: Final = 4.0  # seconds without a mutant; slower ones are for what they say, not for terms of a statement
 _TEST_TIMEOUT: Final = 25  # far above the longest test: whoever runs into it hangs
 _NONSENSE: Final = ("psycopg.errors.SyntaxError", "psycopg.errors.DatatypeMismatch", "psycopg.errors.UndefinedColumn")
@@ -39,16 +40,15 @@ class Bench:
     seconds: float
 
     def tests_for(self, group: str, killers: Counter[str]) -> list[Seen]:
-        """The tests that may notice, up to a bound of seconds: those that have killed, of plans, and the quick ones."""
+        """The tests that may notice: those that have killed and those about terms and plans, then quick ones.
+
+        The quick ones up to a bound of seconds, as any number of tests may send a statement.
+        """
+        fitting = [seen for seen in self._fitting(group) if seen.seconds <= _LONGEST_TEST]
+        chosen = [seen for seen in fitting if killers[seen.test] or seen.path.startswith(_ABOUT_TERMS)]
         left = self.seconds
-        chosen: list[Seen] = []
-        # (nothing else notices a term that is there for the plan)
-        of_plans = {seen.test for seen in self.tests if seen.path.startswith("tests/plans/")}
-        order = sorted(
-            self._fitting(group), key=lambda seen: (not killers[seen.test], seen.test not in of_plans, seen.seconds)
-        )
-        for seen in order:
-            if seen.seconds <= min(_LONGEST_TEST, left):
+        for seen in sorted(set(fitting) - set(chosen), key=lambda seen: (seen.seconds, seen.test)):
+            if seen.seconds <= left:
                 chosen.append(seen)
                 left -= seen.seconds
         return chosen

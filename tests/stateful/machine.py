@@ -73,7 +73,8 @@ class JobsMachine(Enqueues, Runs):
         key = self.key(key)
         row = self.model.rows.get(key)
         revision = f"s{next(self.payloads)}" if revision == "new" else revision
-        if row is not None and (state == "absent" or row.revision == (revision or "")):
+        # (one that is to wait for the end of a lease cannot be brought to run)
+        if row is not None and (state == "absent" or row.revision == (revision or "") or row.not_before is not None):
             self._do(self.delete, key)
         if state == "absent":
             return

@@ -110,9 +110,11 @@ class Model:
         pending, leased, same = row.state == "pending", row.token is not None, row.revision == job.revision
         status = "replaced" if pending else "requeued"
         if wait and leased and not same:
-            row.not_before = max(at(row.lease_expires_at), at(row.not_before or row.lease_expires_at))
-        if row.not_before is not None and at(row.not_before) > self._roughly(ready_at):
-            ready_at = at(row.not_before)
+            ends = Near(row.lease_seconds or 0.0) if self._lasts_too_long(row) else at(row.lease_expires_at)
+            if row.not_before is None or self._roughly(ends) > self._roughly(row.not_before):
+                row.not_before = ends
+        if row.not_before is not None and self._roughly(row.not_before) > self._roughly(ready_at):
+            ready_at = row.not_before
         if leased and not (same and self.live(row)):
             row.token = row.lease_expires_at = row.runner = None
             status = "superseded"

@@ -47,9 +47,11 @@ with now as materialized (
     class = case when j.state = 'pending' then least(j.class, excluded.class) else excluded.class end,
     priority = excluded.priority, max_attempts = excluded.max_attempts,
     -- A kind whose runs must not overlap waits for the end of the lease that is taken away, also if that is superseded in its turn.
-    -- (greatest ignores a null)
+    -- A lease that ends later than was asked for is from before the clock was set back: see reap_expired.
+    -- (greatest and least ignore a null)
     (not_before, ready_at) = (select b.at, greatest(excluded.ready_at, b.at) from (
-      select case when %(wait)s::bool and j.revision <> excluded.revision then greatest(j.not_before, j.lease_expires_at)
+      select case when %(wait)s::bool and j.revision <> excluded.revision and j.token is not null
+                  then greatest(j.not_before, least(j.lease_expires_at, (select at from now) + j.lease_seconds * interval '1 second'))
                   else j.not_before end as at) b),
     state = 'pending', attempts = 0, evictions = 0, last_code = null, last_error = null, cancel_requested_at = null, finished_at = null,
     -- Without revisions a running attempt keeps its lease; its finish sees the new generation and makes the row wait again.
