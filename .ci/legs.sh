@@ -41,7 +41,8 @@ import xml.etree.ElementTree as tree
 
 def tests(path, wanted):
     names = {f"{case.get('classname')}::{case.get('name')}" for case in tree.parse(path).iter("testcase") if wanted(case)}
-    return {name for name in names if name.startswith("tests.integration.") and ".test_embedded::" not in name}
+    return {name for name in names if name.startswith("tests.integration.") and ".test_embedded::" not in name
+            and ".test_bench::" not in name}
 
 def passed(case):
     return len(case) == 0 or case[0].tag.startswith("system")
@@ -66,8 +67,9 @@ engine() { # NAME IMAGE...: whether a Docker engine answers that has these image
     done
 }
 
-# What a leg on another server runs. (The embedded server's own tests would start the same wheel again.)
-integration=(tests/integration --ignore=tests/integration/test_embedded.py)
+# What a leg on another server runs. (The embedded server's own tests would start the same wheel again; a benchmark does
+# nothing on it that the rest does not.)
+integration=(tests/integration --ignore=tests/integration/test_embedded.py --ignore=tests/integration/test_bench.py)
 
 on_container() { # MAJOR
     local name=container-$1

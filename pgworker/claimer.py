@@ -81,7 +81,7 @@ class Appetite:
 
 _LOOK_SECONDS = 0.05
 """How old a survey may be: so late a round may learn of a lane, or of a job that lies before where it claims from."""
-_REMEMBERED = 8
+_REMEMBERED = 8  # lanes that are empty
 _LOOK_SHARE = 20
 _CHEAP_SECONDS = 0.01
 """Surveys that take longer are made again only after a multiple of that time: what nobody can claim is in their way."""
@@ -97,8 +97,8 @@ class Lanes:
     """
 
     dues: Sequence[Due] = ()
-    _places: dict[Lane, Cursor] = field(default_factory=dict)
-    _dry: set[Lane] = field(default_factory=set)
+    _places: dict[Lane, Cursor] = field(default_factory=dict[Lane, Cursor])
+    _dry: set[Lane] = field(default_factory=set[Lane])
 
     @property
     def paused(self) -> bool:
@@ -112,7 +112,9 @@ class Lanes:
         for lane in [lane for lane in self._places if lane in empty][:-_REMEMBERED]:
             del self._places[lane]
         self._dry = {*empty, *(due.lane for due in dues if not _is_due(due))}
-        self._places |= {due.lane: min(self._places.get(due.lane, due.start), due.start) for due in dues}
+        for due in dues:  # (of a lane that is not due nothing free lies before its place)
+            place = self._places.get(due.lane, due.start)
+            self._places[due.lane] = min(place, due.start) if _is_due(due) else place
 
     def poke(self) -> None:
         """There may be something new in any of those that are known."""

@@ -21,8 +21,8 @@ from pgworker.statements import Due, Statement
 class _Look:
     """One statement, and those who wait for it."""
 
-    queues: dict[str, JobsTable] = field(default_factory=dict)
-    dues: list[Due] = field(default_factory=list)
+    queues: dict[str, JobsTable] = field(default_factory=dict[str, JobsTable])
+    dues: list[Due] = field(default_factory=list[Due])
     error: psycopg.Error | TimeoutError | None = None
     answered: anyio.Event = field(default_factory=anyio.Event)
 
@@ -49,9 +49,9 @@ class Surveys:
         """
         if not isinstance(queue, JobsTable):
             return await self._database.run(queue.survey())
+        look = self._next or _Look()
+        look.queues[queue.kind.name] = queue
         with anyio.CancelScope(shield=True):  # the others wait for whoever came first
-            look = self._next or _Look()
-            look.queues[queue.kind.name] = queue
             if look is self._next:
                 await look.answered.wait()
             else:

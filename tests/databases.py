@@ -84,6 +84,11 @@ select greatest((select max(oid::bigint) from pg_class), (select max(oid::bigint
                 (select max(oid::bigint) from pg_constraint), (select max(oid::bigint) from pg_trigger),
                 (select max(oid::bigint) from pg_proc), (select max(oid::bigint) from pg_type))"""
 
+# What a process of the test before, or a pool on its way out, has left: the next test may count sessions.
+_END_OURS: Final = """
+select pg_terminate_backend(pid) from pg_stat_activity
+where datname = current_database() and pid <> pg_backend_pid() and application_name like 'pgworker%'"""
+
 _IDLE: Final = """
 select pid, application_name, left(query, 200) from pg_stat_activity
 where datname = any(%s) and application_name like 'pgworker%%' and state like 'idle in transaction%%'"""
@@ -209,6 +214,7 @@ class WorkerDatabase:
     def reset(self) -> None:
         """Drop what is new and delete all rows; a database that was altered, locked or gone is made anew (0.3 s)."""
         try:
+            self._keeper.execute(_END_OURS)
             if self._look() == self._fingerprint or self._undo():
                 self._keeper.execute(self._empty)
                 return

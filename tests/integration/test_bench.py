@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,27 @@ select (select count(*) from pg_namespace where nspname like 'pgworker_bench_%')
 def left(dsn: str) -> tuple[int, int]:
     """Schemas and sessions of the benchmark that are still there."""
     with connect(dsn) as connection:
-        found = connection.execute(LEFT).fetchone()
-    assert found is not None
-    return found
+        ((schemas, sessions),) = connection.execute(LEFT).fetchall()
+    return schemas, sessions
+
+
+def nothing_is_left(dsn: str) -> bool:
+    """The server may take a moment to see that a process is gone."""
+    until = time.monotonic() + 10
+    while (found := left(dsn)) != (0, 0) and time.monotonic() < until:
+        time.sleep(0.05)
+    return found == (0, 0)
 
 
 @pytest.mark.parametrize(
-    "names", [("P1", "P2", "P3"), ("P4", "P5", "P6", "P7"), ("P8", "P9"), ("P10", "P11", "P12")], ids=" ".join
+    "names",
+    [
+        ("P1", "P4", "P5", "P6", "P7", "P11"),
+        pytest.param(("P2", "P3"), marks=pytest.mark.slow),  # these start a worker or two for each of their rounds
+        pytest.param(("P8", "P9"), marks=pytest.mark.slow),
+        pytest.param(("P10", "P12"), marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
 )
 def test_every_scenario_runs_and_leaves_nothing_behind(names: tuple[str, ...], make_dsn: MakeDsn) -> None:
     dsn, said = make_dsn(), list[str]()
@@ -58,14 +73,14 @@ def test_every_scenario_runs_and_leaves_nothing_behind(names: tuple[str, ...], m
         assert result.variant.startswith("reduced") == (result.name != "P11")
     assert json.loads(json.dumps(to_json(report)))["results"].keys() == set(names)
     assert said
-    assert left(dsn) == (0, 0)
+    assert nothing_is_left(dsn)
 
 
 def test_what_there_is_no_time_for_is_left_out(make_dsn: MakeDsn) -> None:
     dsn = make_dsn()
     report = run_bench(dsn, schema=new_schema(), names=["P1", "P4"], sizes=TINY, limit_seconds=0, say=len)
     assert [result.missing for result in report.results] == ["the time was up"] * 2
-    assert left(dsn) == (0, 0)
+    assert nothing_is_left(dsn)
 
 
 def test_the_command_says_what_it_will_do_and_writes_what_it_found(make_dsn: MakeDsn, tmp_path: Path) -> None:
@@ -85,7 +100,10 @@ def test_interrupted_it_ends_its_workers_and_drops_its_schema(
     number: signal.Signals, make_dsn: MakeDsn, tmp_path: Path
 ) -> None:
     dsn = make_dsn()
+    # A shell that starts the tests in the background has them ignore it, and so would all that they start.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     command = Command("bench", "P9", cwd=tmp_path, dsn=dsn)
+    signal.signal(signal.SIGINT, before)
     try:
         command.log.expect("under a held snapshot")
         assert left(dsn)[0] == 1
@@ -94,11 +112,11 @@ def test_interrupted_it_ends_its_workers_and_drops_its_schema(
         assert command.log.text.endswith("stopped; the schema is dropped")
     finally:
         command.end()
-    assert left(dsn) == (0, 0)
+    assert nothing_is_left(dsn)
 
 
 @pytest.mark.parametrize("words", [["P13"], ["--quick", "--full"], ["--jobs", "5"]])
 def test_wrong_usage_makes_no_schema(words: list[str], make_dsn: MakeDsn) -> None:
     dsn = make_dsn()
     assert invoke("bench", *words, dsn=dsn).code == 2
-    assert left(dsn) == (0, 0)
+    assert nothing_is_left(dsn)

@@ -202,15 +202,3 @@ async def test_a_class_is_kept_by_a_retry(hand: Hand, admin: Admin) -> None:
     (claim,) = hand.claim(urgency=CATCH_UP)
     hand.settle(claim, RETRY)
     assert row(admin, claim.key)["class"] == CATCH_UP
-
-
-def test_a_survey_of_lanes_without_number_sees_the_first_thousand_of_each_class(hand: Hand, admin: Admin) -> None:
-    admin.execute(
-        "insert into pgworker.jobs (kind, key, payload, class, priority)"
-        " select 'work', class || ' ' || priority, '1', class, priority"
-        " from generate_series(0, 1) class, generate_series(-30000, -28500) priority"
-    )
-    lanes = hand.lanes()
-    assert lanes == [Lane("work", urgency, first - 30000) for urgency in (FRESH, CATCH_UP) for first in range(1000)]
-    admin.execute("update pgworker.jobs set state = 'failed', finished_at = clock_timestamp() where priority < -29000")
-    assert hand.lanes() == [Lane("work", urgency, rest - 29000) for urgency in (FRESH, CATCH_UP) for rest in range(501)]

@@ -175,6 +175,32 @@ def test_a_survey_finds_the_unfinished_lanes_of_its_kinds(hand: Hand) -> None:
     assert hand.lanes() == [Lane("work", 0, 0), Lane("work", 0, 2), Lane("work", 1, -2)]
 
 
+def test_a_survey_says_where_the_first_free_job_is_if_that_is_due(hand: Hand, admin: Admin) -> None:
+    hand.enqueue("leased")
+    hand.claim()
+    hand.enqueue("first")
+    hand.enqueue("second")
+    hand.enqueue("later", delay=LATER, priority=1)
+    first = row(admin, "first")
+    assert [due.start for due in hand.send(survey_lanes(hand.tables, ["work"]))] == [
+        (first["ready_at"], first["id"] - 1),
+        BEGINNING,
+    ]
+    assert [claim.key for claim in hand.claim(5)] == ["first", "second"]
+
+
+def test_a_survey_of_lanes_without_number_sees_the_first_thousand_of_each_class(hand: Hand, admin: Admin) -> None:
+    admin.execute(
+        "insert into pgworker.jobs (kind, key, payload, class, priority)"
+        " select 'work', class || ' ' || priority, '1', class, priority"
+        " from generate_series(0, 1) class, generate_series(-30000, -28500) priority"
+    )
+    lanes = hand.lanes()
+    assert lanes == [Lane("work", urgency, first - 30000) for urgency in (0, 1) for first in range(1000)]
+    admin.execute("update pgworker.jobs set state = 'failed', finished_at = clock_timestamp() where priority < -29000")
+    assert hand.lanes() == [Lane("work", urgency, rest - 29000) for urgency in (0, 1) for rest in range(501)]
+
+
 def test_a_survey_says_of_each_lane_when_its_own_first_job_is_due(hand: Hand) -> None:
     hand.enqueue("done")
     hand.finish(hand.claim()[0])

@@ -14,7 +14,12 @@ from typing import Final, Literal
 from tests.mutants.catalogue import CODE, ROOT, Mutant
 from tests.mutants.survey import Seen, command, environment, files_of, fingerprint, key_of, shared_fingerprint
 
-_ABOUT_TERMS: Final = ("tests/plans/", "tests/integration/test_statement_terms")
+_ABOUT_TERMS: Final = (
+    "tests/plans/",
+    "tests/integration/test_statement_terms",
+    "tests/integration/test_conformance_statements",
+    "tests/integration/test_own_table",
+)
 _LONGEST_TEST: Final = 4.0  # seconds without a mutant; slower ones are for what they say, not for terms of a statement
 _TEST_TIMEOUT: Final = 25  # far above the longest test: whoever runs into it hangs
 _NONSENSE: Final = ("psycopg.errors.SyntaxError", "psycopg.errors.DatatypeMismatch", "psycopg.errors.UndefinedColumn")

@@ -90,6 +90,15 @@ def test_a_lane_whose_first_job_is_not_due_waits_for_a_poke(in_seconds: float | 
     assert lanes.in_turn(0) == [(FRESH, BEGINNING)]
 
 
+def test_a_lane_that_is_not_due_keeps_its_place() -> None:
+    lanes = Lanes()
+    lanes.learn([due(FRESH)])
+    lanes.took(FRESH, [claim(FRESH, at(4))], 1)
+    lanes.learn([due(FRESH, in_seconds=None)])
+    lanes.poke()
+    assert lanes.in_turn(0) == [(FRESH, at(4))]
+
+
 def test_a_few_empty_lanes_are_remembered() -> None:
     lanes = Lanes()
     lanes.learn([due(Lane("work", 0, priority)) for priority in range(20)])
