@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import anyio
 
 from pgworker.applier import Applier
+from pgworker.ending import Ending
 from pgworker.errors import PayloadError
 from pgworker.events import Event, JobLost
 from pgworker.executors.guest import is_stopping
 from pgworker.executors.results import raised
-from pgworker.finisher import Ending, Finisher
+from pgworker.finisher import Finisher
 from pgworker.job import Cause, Claim, Job, Signal
 from pgworker.kind import Kind
 from pgworker.leases import Held, LeaseKeeper

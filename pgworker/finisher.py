@@ -6,7 +6,6 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, cast
 
 import anyio
@@ -14,8 +13,8 @@ import psycopg
 from psycopg.errors import LockNotAvailable, QueryCanceled, RaiseException
 
 from pgworker.db import is_conflict, is_data_error, is_outage
+from pgworker.ending import Ending, Group, apart, size_of
 from pgworker.events import Event, JobLost, JobSettled, RunnerTrouble
-from pgworker.job import Claim, Job
 from pgworker.kind import Kind
 from pgworker.leases import Held
 from pgworker.outcome import (
@@ -26,10 +25,8 @@ from pgworker.outcome import (
     RESULT_REJECTED,
     Decision,
     Failed,
-    Rules,
     Settlement,
     Success,
-    decide,
 )
 from pgworker.queue import Queue
 from pgworker.shared import Shared
@@ -45,44 +42,6 @@ _REFUSED_SECONDS = 30.0
 """How long a write is repeated that the database refuses, as when a right was taken away: somebody may mend it."""
 LOST = Answer("lost", None)
 _TAKEN = Answer("done", "succeeded")
-
-
-@dataclass(slots=True, eq=False)
-class _Group:
-    """Endings of which somebody wants to know when the last one has its verdict."""
-
-    left: int
-    done: Callable[[], None]
-
-
-@dataclass(slots=True, eq=False)
-class Ending:
-    """A run's end on its way into the table."""
-
-    job: Job[object]
-    held: Held
-    rules: Rules
-    decision: Decision
-    run_seconds: float
-    itself: object = None
-    """The returned value as the app's own writes get it."""
-    refused_at: float | None = None
-    """Since when the database refuses it, for what is no fault of a value."""
-    stalls: int = 0
-    """How many statements it was in that got no answer in time, or met a lock."""
-    written: bool = False
-    """Whether it has its verdict, or has been given up."""
-    group: _Group | None = None
-
-    @property
-    def claim(self) -> Claim:
-        """The fence."""
-        return self.held.claim
-
-    def decide_anew(self, result: Failed) -> None:
-        """Another decision than the first, which cannot be written."""
-        self.decision = decide(result, self.rules, chance=random.random())  # noqa: S311 - spreads retries
-        self.refused_at = None
 
 
 class _Lane:
@@ -150,7 +109,7 @@ class Finisher:
 
     def put(self, endings: Sequence[Ending], done: Callable[[], None]) -> None:
         """Write these ends, which are some, as soon as may be, and call `done` when each has its verdict."""
-        group = _Group(len(endings), done)
+        group = Group(len(endings), done)
         for ending in endings:
             ending.group = group
         self._fresh.extend(endings)
@@ -174,9 +133,9 @@ class Finisher:
     def _take_fresh(self) -> list[Ending]:
         """As many as one statement may hold, by number and by bytes; one at least."""
         group = [self._fresh.popleft()]
-        size = _size(group[0])
+        size = size_of(group[0])
         while self._fresh and len(group) < _MOST_AT_ONCE:
-            size += _size(self._fresh[0])
+            size += size_of(self._fresh[0])
             if size > _MOST_BYTES:
                 break
             group.append(self._fresh.popleft())
@@ -195,7 +154,7 @@ class Finisher:
             alive = [ending for ending in group if not self.has_given_up(ending)]
         successes = [ending for ending in alive if isinstance(ending.decision, Success)]
         others = [ending for ending in alive if isinstance(ending.decision, Settlement)]
-        for part in (*_apart(successes), *_apart(others)):
+        for part in (*apart(successes), *apart(others)):
             await self._send(part)
         self.announce()
 
@@ -234,7 +193,7 @@ class Finisher:
         """After an error: part a batch with a poisonous value, fail the value's own job, else try again later."""
         now = time.monotonic()
         if _is_the_values_fault(error) and len(endings) > 1:
-            self._put_apart(endings, 2)
+            self._putapart(endings, 2)
         elif _is_the_values_fault(error) and isinstance(endings[0].decision, Success):
             endings[0].decide_anew(Failed(RESULT_REJECTED, type(error).__name__))
             self._put(endings, now)
@@ -255,7 +214,7 @@ class Finisher:
         for ending in endings:
             ending.stalls += 1
         if len(endings) > 1:
-            self._put_apart(endings, _PARTS)
+            self._putapart(endings, _PARTS)
         else:
             lasting = not isinstance(error, LockNotAvailable) and await self._is_too_much(error)
             self._put_patient(endings, error, lasting=lasting, pause=backoff(endings[0].stalls))
@@ -270,7 +229,7 @@ class Finisher:
             return False
         return True
 
-    def _put_apart(self, endings: Sequence[Ending], parts: int) -> None:
+    def _putapart(self, endings: Sequence[Ending], parts: int) -> None:
         size = -(-len(endings) // parts)
         for first in range(0, len(endings), size):
             self._put(endings[first : first + size], time.monotonic())
@@ -367,24 +326,6 @@ class Finisher:
             group.left -= 1
             if not group.left:
                 group.done()
-
-
-def _apart(endings: Sequence[Ending]) -> list[list[Ending]]:
-    """So that no two are of one row: a run and the one that supersedes it, which the answers could not tell apart."""
-    if len({ending.held.claim.id for ending in endings}) == len(endings):
-        return [list(endings)] if endings else []
-    parts: list[dict[int, Ending]] = []
-    for ending in endings:
-        fitting = next((part for part in parts if ending.claim.id not in part), None)
-        if fitting is None:
-            parts.append(fitting := {})
-        fitting[ending.claim.id] = ending
-    return [list(part.values()) for part in parts]
-
-
-def _size(ending: Ending) -> int:
-    """In characters, which is near enough: bytes would cost a copy of each value."""
-    return len(ending.decision.value or "") if isinstance(ending.decision, Success) else 0
 
 
 def _trouble_code(decision: Decision) -> str:

@@ -66,6 +66,15 @@ class Lag:
     ready_exact: bool = True
 
 
+class KindCount(NamedTuple):
+    """Jobs of a kind in one derived state, and the age in seconds of the oldest one that is ready."""
+
+    kind: str
+    state: str
+    jobs: int
+    oldest_ready_seconds: float | None
+
+
 class Seen(NamedTuple):
     """A job as it was read for those who wait for it: what it is, how it stands, what it has succeeded with."""
 
@@ -168,6 +177,11 @@ def count_lag(tables: TableMap, kind: str | None, *, bound: int = LAG_BOUND) -> 
         )
 
     return statement("count_lag", tables, {"kind": kind, "bound": bound + 1}, read_rows(lag))
+
+
+def count_jobs(tables: TableMap, *, bound: int) -> Statement[list[KindCount]]:
+    """Jobs by kind and derived state; a count that reaches `bound` stands for that many or more."""
+    return statement("count_jobs", tables, {"bound": bound}, read_rows(KindCount))
 
 
 def read_results(tables: TableMap, wanted: Sequence[tuple[str, str]]) -> Statement[list[Seen]]:

@@ -96,26 +96,6 @@ class Reaped(NamedTuple):
     cursor: Cursor | None
 
 
-class KindCount(NamedTuple):
-    """Jobs of a kind in one derived state, and the age in seconds of the oldest one that is ready."""
-
-    kind: str
-    state: str
-    jobs: int
-    oldest_ready_seconds: float | None
-
-
-class Presence(NamedTuple):
-    """A runner as it last reported itself."""
-
-    runner: str
-    kind: str
-    release: str
-    silent_seconds: float
-    up_seconds: float
-    status: str
-
-
 class Insert(NamedTuple):
     """One row to insert; `revision` is '' when none was given, exactly one of the two times may be set."""
 
@@ -382,24 +362,3 @@ def check_fence(tables: TableMap, claim: Claim) -> Statement[int | None]:
         {"kind": claim.kind, "id": claim.id, "key": claim.key, "revision": claim.revision, "token": claim.token},
         lambda rows: cast("int | None", rows[0][0]),
     )
-
-
-def report_runners(tables: TableMap, runner: str, statuses: Mapping[str, str], *, release: str) -> Statement[None]:
-    """Say that the runners of this process live; `statuses` are JSON texts by kind."""
-    parameters = {"runner": runner, "kinds": list(statuses), "statuses": list(statuses.values()), "release": release}
-    return statement("report_runners", tables, parameters, read_nothing)
-
-
-def forget_runners(tables: TableMap, runner: str) -> Statement[None]:
-    """Take this process's runners off the list."""
-    return statement("forget_runners", tables, {"runner": runner}, read_nothing)
-
-
-def list_runners(tables: TableMap) -> Statement[list[Presence]]:
-    """The runners that reported themselves within the last day."""
-    return statement("list_runners", tables, {}, read_rows(Presence))
-
-
-def count_jobs(tables: TableMap, *, bound: int) -> Statement[list[KindCount]]:
-    """Jobs by kind and derived state; a count that reaches `bound` stands for that many or more."""
-    return statement("count_jobs", tables, {"bound": bound}, read_rows(KindCount))

@@ -9,7 +9,8 @@ import anyio
 import psycopg
 import pytest
 
-from pgworker.statements import count_jobs, list_runners
+from pgworker.operations import count_jobs
+from pgworker.presence import list_runners
 from tests.chaos.stage import Stage
 from tests.databases import TABLES
 from tests.handles import running

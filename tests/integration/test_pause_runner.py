@@ -12,8 +12,9 @@ import pytest
 
 from pgworker import App, Job, Pause, Retry
 from pgworker.claimer import Claimer, Taken
+from pgworker.ending import Ending
 from pgworker.events import JobSettled, RunnerTrouble
-from pgworker.finisher import Ending, Finisher
+from pgworker.finisher import Finisher
 from pgworker.job import Claim
 from pgworker.operations import pause_kind, resume_kind
 from pgworker.queue import JobsTable

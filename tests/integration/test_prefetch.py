@@ -16,8 +16,9 @@ import pytest
 
 from pgworker import App, Job, Lease, Pause
 from pgworker.claimer import Claimer, Taken
+from pgworker.ending import Ending
 from pgworker.events import JobLost, JobSettled
-from pgworker.finisher import Ending, Finisher
+from pgworker.finisher import Finisher
 from pgworker.leases import Held
 from pgworker.operations import pause_kind
 from pgworker.worker import Worker

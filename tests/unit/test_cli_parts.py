@@ -23,8 +23,9 @@ from pgworker.cli.report import make_report
 from pgworker.cli.run import has_uvloop
 from pgworker.cli.signals import stop_seconds
 from pgworker.kind import Kind, declare_kind
+from pgworker.operations import KindCount
 from pgworker.policy import make_policy
-from pgworker.statements import KindCount, Presence
+from pgworker.presence import Presence
 
 
 @pytest.mark.parametrize(

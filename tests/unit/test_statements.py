@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from pgworker import operations, statements
+from pgworker import operations, presence, statements
 from pgworker.job import Claim
 from pgworker.outcome import Settlement, Success
 from pgworker.statements import BEGINNING, Insert, Lane, Statement
@@ -36,10 +36,10 @@ BUILT: dict[str, Statement[Any]] = {
         statements.renew_leases(TABLES, [(CLAIM, 1.0)]),
         statements.reap_expired(TABLES, LANE, limit=1, ttl_seconds=1.0, max_evictions=5, after=BEGINNING),
         statements.check_fence(TABLES, CLAIM),
-        statements.report_runners(TABLES, "r", {"work": "{}"}, release="1"),
-        statements.forget_runners(TABLES, "r"),
-        statements.list_runners(TABLES),
-        statements.count_jobs(TABLES, bound=1),
+        presence.report_runners(TABLES, "r", {"work": "{}"}, release="1"),
+        presence.forget_runners(TABLES, "r"),
+        presence.list_runners(TABLES),
+        operations.count_jobs(TABLES, bound=1),
         operations.find_job(TABLES, "work", "k"),
         operations.list_ended(TABLES, "work", "failed", after=operations.BEGINNING, until=None, code=None, limit=1),
         operations.list_pending(TABLES, LANE, after=operations.BEGINNING, limit=1),
