@@ -34,7 +34,12 @@ def own_server() -> Iterator[EmbeddedPostgres]:
     bin_dir = os.environ.get("PGWORKER_TEST_BIN_DIR")
     with tempfile.TemporaryDirectory(prefix="pgworker-tests-") as folder:
         Path(folder).chmod(0o711)  # as root the server runs as another user, who must get through
-        server = EmbeddedPostgres(Path(folder) / "server", bin_dir=Path(bin_dir) if bin_dir else None, fsync=False)
+        server = EmbeddedPostgres(
+            Path(folder) / "server",
+            bin_dir=Path(bin_dir) if bin_dir else None,
+            fsync=False,
+            settings={"max_prepared_transactions": "1"},
+        )
         server.start()
         try:
             with psycopg.connect(server.dsn, autocommit=True) as admin:
@@ -155,6 +160,8 @@ async def go_through_outages(
                 await anyio.sleep_forever()
             assert worker.status()["work"].lifecycle != "stopped"
             await anyio.to_thread.run_sync(server.start)
+            with psycopg.connect(server.dsn, autocommit=True) as admin:
+                admin.execute("rollback prepared 'stranger'")
             await handlers.until(inside=jobs)
             handlers.let_go()
             so_far = jobs * (outage + 1)
@@ -169,16 +176,17 @@ async def go_through_outages(
 
 
 async def stop_amid_finishes_and_renewals(server: EmbeddedPostgres, handlers: Handlers, keys: Sequence[str]) -> None:
-    """Stop it while jobs that have ended, and leases that are due, wait for rows that somebody holds."""
-    stranger = psycopg.connect(server.dsn)
-    try:
+    """Stop it while jobs that have ended, and leases that are due, wait for rows that somebody holds.
+
+    Who holds them must not let go as the server ends, before the worker's own sessions do: hence a prepared transaction.
+    """
+    with psycopg.connect(server.dsn) as stranger:
         stranger.execute("select from pgworker.jobs where key = any(%s) for update", [keys])
-        inside = len(handlers.inside)
-        handlers.let_go(*keys)
-        await handlers.until(inside=inside - len(keys))
-        await anyio.to_thread.run_sync(server.stop)
-    finally:
-        stranger.close()
+        stranger.execute("prepare transaction 'stranger'")
+    inside = len(handlers.inside)
+    handlers.let_go(*keys)
+    await handlers.until(inside=inside - len(keys))
+    await anyio.to_thread.run_sync(server.stop)
 
 
 @pytest.mark.field("L16")
