@@ -12,7 +12,7 @@ from pgworker.errors import ConfigError
 from pgworker.events import Events
 from pgworker.kind import Apply, Eligible, Handler, Kind, declare_kind, handled_kind
 from pgworker.middleware import Middleware
-from pgworker.policy import Facts, Lease, Policy, PolicyOptions, Stop, make_policy
+from pgworker.policy import UNLIMITED, Facts, Lease, Policy, PolicyOptions, Stop, make_policy
 from pgworker.registry import Registry
 from pgworker.retry import Backoff
 from pgworker.syncapp import SyncApp
@@ -66,6 +66,7 @@ class App(AsyncApp):
         batch: int | None = None,
         window: timedelta | float | None = None,
         concurrency: int | None = None,
+        prefetch: int | None = None,
         max_attempts: int | None = None,
         max_evictions: int | None = None,
         timeout: timedelta | float | None = None,
@@ -79,6 +80,8 @@ class App(AsyncApp):
         supersede: Literal["now", "wait"] | None = None,
         results: Literal["poll", "notify"] | None = None,
         result_ttl: timedelta | float | None = None,
+        keep: timedelta | float | None = None,
+        keep_failed: timedelta | float | None = None,
         facts: Facts | None = None,
         apply: Apply | None = None,
         eligible: Eligible | None = None,
@@ -89,9 +92,9 @@ class App(AsyncApp):
     ) -> Callable[[H], H]:
         """Register a handler: `async def` runs in the event loop, `def` in a thread; with `batch` it gets a list.
 
-        Numbers for times are seconds. None and zero mean the preset's value; -1 for max_attempts and max_evictions
-        means no limit. `apply(connection, job, value)` makes the app's own writes in the transaction that completes
-        the job; `eligible(connection, job)` says there, before that, whether the result is still wanted.
+        Numbers for times are seconds. None and zero mean the preset's value; -1 for max_attempts, max_evictions, keep
+        and keep_failed means no limit. `apply(connection, job, value)` makes the app's own writes in the transaction
+        that completes the job; `eligible(connection, job)` says there, before that, whether the result is still wanted.
         With `queue` the jobs are rows of the app's own table. Raises ConfigError for options that cannot work together.
         """
         if callable(cast("object", name)):
@@ -102,6 +105,7 @@ class App(AsyncApp):
                 "batch": batch,
                 "window": _duration(window),
                 "concurrency": concurrency,
+                "prefetch": prefetch,
                 "max_attempts": max_attempts,
                 "max_evictions": max_evictions,
                 "timeout": _duration(timeout),
@@ -115,6 +119,8 @@ class App(AsyncApp):
                 "supersede": supersede,
                 "results": results,
                 "result_ttl": _duration(result_ttl),
+                "keep": _unless_unlimited(keep),
+                "keep_failed": _unless_unlimited(keep_failed),
                 "facts": facts,
             },
         )
@@ -174,6 +180,10 @@ class App(AsyncApp):
 
 def _duration(value: timedelta | float | None) -> timedelta | None:
     return timedelta(seconds=value) if isinstance(value, (int, float)) else value
+
+
+def _unless_unlimited(value: timedelta | float | None) -> timedelta | int | None:
+    return UNLIMITED if value == UNLIMITED else _duration(value)
 
 
 def _policy(preset: str, options: dict[str, object]) -> Policy:

@@ -15,10 +15,11 @@ from psycopg.errors import QueryCanceled
 from psycopg.pq import TransactionStatus
 
 from pgworker.db import AsyncConnection, SyncConnection, is_conflict, is_data_error, is_outage, send, send_sync
+from pgworker.ending import Ending
 from pgworker.events import Event, RunnerTrouble
 from pgworker.executors.guest import Contained, is_stopping
 from pgworker.executors.results import raised
-from pgworker.finisher import LOST, Ending, Finisher, backoff
+from pgworker.finisher import LOST, Finisher, backoff
 from pgworker.job import Claim
 from pgworker.kind import Kind
 from pgworker.outcome import (

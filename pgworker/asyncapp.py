@@ -7,7 +7,8 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import datetime, timedelta
-from typing import Self, TypeAlias, TypeVar
+from functools import partial
+from typing import Self, TypeVar
 
 import anyio
 import anyio.lowlevel
@@ -15,6 +16,7 @@ import anyio.to_thread
 
 from pgworker.adapters import AsyncCaller, AsyncConn, async_caller
 from pgworker.db import NO_ANSWER, Database, Flow, drive
+from pgworker.groups import Groups
 from pgworker.job import Enqueued, IfPending, NewJob, Urgency
 from pgworker.operations import KindPause, Lag, count_lag, list_pauses
 from pgworker.policy import STORE_TIMEOUT
@@ -23,7 +25,46 @@ from pgworker.statements import Statement
 from pgworker.verbs import Progress, Selection
 
 T = TypeVar("T")
-_Databases: TypeAlias = weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, tuple[int, Database]]
+
+
+class _Door:
+    """What one event loop of one process has of an app: its pools, each opened at first use, and its group commit."""
+
+    def __init__(self, registry: Registry) -> None:
+        self.pid = os.getpid()
+        self._registry = registry
+        self._databases: dict[str, Database] = {}
+        self.groups = Groups(
+            registry.settings.tables,
+            shared=partial(self._run, "enqueue"),
+            alone=self.run,
+            committed=registry.wake,
+            patience=STORE_TIMEOUT.total_seconds(),
+        )
+
+    async def run(self, statement: Statement[T], /, *, within: float = float("inf")) -> T:
+        """As Database.run, for what one caller asks: it may wait for a row that somebody holds."""
+        return await self._run("calls", statement, within=within)
+
+    async def _run(self, role: str, statement: Statement[T], /, *, within: float = float("inf")) -> T:
+        database = self._databases.get(role)
+        if database is None:
+            dsn = self._registry.settings.dsn
+            database = Database(dsn, role, deadline=STORE_TIMEOUT, connections=DOOR_CONNECTIONS)
+            self._databases[role] = database
+            await database.open()
+        return await database.run(statement, within=within)
+
+    async def close(self) -> None:
+        """Close the pools, once what is under way for callers that are gone has ended, or a second has passed."""
+        await self.groups.close(1)
+        for database in self._databases.values():
+            await database.close()
+
+    def abandon(self) -> None:
+        """Close the connections when the event loop has been closed."""
+        for database in self._databases.values():
+            database.abandon()
 
 
 class AsyncApp:
@@ -31,7 +72,7 @@ class AsyncApp:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._databases: _Databases = weakref.WeakKeyDictionary()
+        self._databases: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Door] = weakref.WeakKeyDictionary()
 
     # --- enqueue ----------------------------------------------------------------------------------------------------
 
@@ -55,7 +96,8 @@ class AsyncApp:
         That is a connection of psycopg or asyncpg, or a session or connection of SQLAlchemy. Raises PayloadError,
         ConfigError or UnknownKind before anything is sent, then psycopg.Error as it comes (or what else `conn` raises),
         and DatabaseUnavailable when there is no answer. Locks the job's row, if it changes, until the transaction ends.
-        When cancelled, the job may have been enqueued or not.
+        When cancelled, the job may have been enqueued or not. Without `conn`, calls that wait at the same time share a
+        statement and its commit, but no error; and an event whose answer is lost is sent once more, to the same effect.
         """
         job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
         return (await self.enqueue_many(kind, [job], if_pending=if_pending, conn=conn))[0]
@@ -68,9 +110,18 @@ class AsyncApp:
         if_pending: IfPending = "replace",
         conn: AsyncConn | None = None,
     ) -> list[Enqueued]:
-        """Enqueue jobs of one kind, all or none, in one statement; the answers are in the order of the jobs."""
+        """As enqueue, for jobs of one kind: all or none, in one statement; the answers are in the order of the jobs."""
         caller = async_caller(conn)
-        return await self._drive(self._registry.put(kind, jobs, if_pending=if_pending, caller=caller), caller)
+        if caller is not None:
+            return await self._drive(self._registry.put(kind, jobs, if_pending=if_pending, caller=caller), caller)
+        order = self._registry.order(kind, jobs, if_pending=if_pending)
+        if not order.rows:
+            return []
+        await anyio.lowlevel.checkpoint_if_cancelled()  # then nothing is to be sent
+        try:
+            return await self._door().groups.put(order)
+        except NO_ANSWER as error:
+            raise unavailable(error) from error
 
     async def notify(self, kind: str, *, conn: AsyncConn | None = None) -> None:
         """Tell the workers that there is work of this kind, for an app that writes its own table.
@@ -196,30 +247,26 @@ class AsyncApp:
 
     async def _run(self, statement: Statement[T]) -> T:
         await anyio.lowlevel.checkpoint_if_cancelled()  # each statement is seen through: a flow ends between two
-        # The pool is opened by the first statement, not before: what is refused unsent must leave no pool behind.
-        database = await self._database()
         try:
-            return await database.run(statement)
+            return await self._door().run(statement)
         except NO_ANSWER as error:
             raise unavailable(error) from error
 
-    async def _database(self) -> Database:
+    def _door(self) -> _Door:
+        """This event loop's. Asked for by what is to be sent: what is refused unsent must leave nothing behind."""
         loop = asyncio.get_running_loop()
-        pid, database = self._databases.get(loop, (0, None))
-        if database is None or pid != os.getpid():
+        door = self._databases.get(loop)
+        if door is None or door.pid != os.getpid():
             self._abandon_closed_loops()
-            dsn = self._registry.settings.dsn
-            database = Database(dsn, "enqueue", deadline=STORE_TIMEOUT, connections=DOOR_CONNECTIONS)
-            self._databases[loop] = (os.getpid(), database)
-            await database.open()
-        return database
+            door = self._databases[loop] = _Door(self._registry)
+        return door
 
     def _abandon_closed_loops(self) -> None:
-        """Each asyncio.run() has a loop of its own, whose pool holds it: nothing else would ever let go of the two."""
+        """Each asyncio.run() has a loop of its own, whose pools hold it: nothing else would ever let go of the two."""
         for loop in [loop for loop in list(self._databases) if loop.is_closed()]:
-            pid, database = self._databases.pop(loop)
-            if pid == os.getpid():
-                database.abandon()
+            door = self._databases.pop(loop)
+            if door.pid == os.getpid():
+                door.abandon()
 
     async def __aenter__(self) -> Self:
         return self
@@ -228,8 +275,8 @@ class AsyncApp:
         await self.close()
 
     async def close(self) -> None:
-        """Close this loop's pool, end waits for results, send what hints are left. The app may be used again."""
-        _, database = self._databases.pop(asyncio.get_running_loop(), (0, None))
-        if database is not None:
-            await database.close()
+        """Close this loop's pools, end waits for results, send what hints are left. The app may be used again."""
+        door = self._databases.pop(asyncio.get_running_loop(), None)
+        if door is not None:
+            await door.close()
         await anyio.to_thread.run_sync(self._registry.close, limiter=anyio.CapacityLimiter(1))

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import anyio
 
 from pgworker.applier import Applier
+from pgworker.ending import Ending
 from pgworker.errors import PayloadError
 from pgworker.events import Event, JobLost
-from pgworker.executors.guest import Contained, is_stopping
+from pgworker.executors.guest import is_stopping
 from pgworker.executors.results import raised
-from pgworker.finisher import Ending, Finisher
+from pgworker.finisher import Finisher
 from pgworker.job import Cause, Claim, Job, Signal
 from pgworker.kind import Kind
 from pgworker.leases import Held, LeaseKeeper
@@ -39,7 +40,6 @@ from pgworker.outcome import (
     is_result,
 )
 from pgworker.pauses import Pauses
-from pgworker.queue import Renewals
 
 _OF_THE_WHOLE_CALL = (HANDLER_FAILED, HANDLER_PANIC, HANDLER_RESULT_COUNT, HANDLER_TIMEOUT)
 
@@ -48,11 +48,17 @@ _OF_THE_WHOLE_CALL = (HANDLER_FAILED, HANDLER_PANIC, HANDLER_RESULT_COUNT, HANDL
 class _Item:
     """One job of the call."""
 
-    claim: Claim
+    attempt: Attempt
+    held: Held
     job: Job[object]
     stopped: Cause | None = None
     """What the lease keeper said, from a thread of its own, or the runner."""
     result: Result | None = None
+
+    def told(self, cause: Cause) -> None:
+        """As stop, from a thread of the lease keeper's."""
+        self.stop(cause)
+        self.attempt.one_is_told()
 
     def stop(self, cause: Cause) -> None:
         """Tell the handler, and remember it for a later call of the same job; the first cause stays."""
@@ -74,24 +80,38 @@ class Tools:
     kind: Kind
     call: Next
     leases: LeaseKeeper
-    renewals: Renewals
     finisher: Finisher
     applier: Applier
     pauses: Pauses
+    paused: Callable[[], None]
+    """Told when a job of this runner's has asked for a pause."""
     tell: Callable[[Event], None]
 
 
 class Attempt:
-    """Runs the handler once, over a job or a batch. The leases are held from the start, so that waiting costs none."""
+    """Runs the handler once, over a job or a batch, whose leases are held already.
 
-    def __init__(self, tools: Tools, claims: Sequence[Claim], *, sent_at: float) -> None:
+    First `call` in a scope of the caller's, then `hand_over`; or, if there is more to do, `call_again` and `finish`
+    outside of it. Never raises for anything that the handler does.
+    """
+
+    __slots__ = ("_called", "_items", "_loop", "_releasing", "_scope", "_started", "_tools")
+
+    def __init__(self, tools: Tools, held: Sequence[Held]) -> None:
         self._tools = tools
         self._loop = asyncio.get_running_loop()
         self._scope: anyio.CancelScope | None = None
         self._releasing = False
-        self._items = [_Item(claim, _job(claim)) for claim in claims]
         self._called: Sequence[_Item] = ()
-        self._held = {item: self._hold(item, sent_at) for item in self._items}
+        self._started = time.monotonic()
+        self._items = [_Item(self, each, _job(each.claim)) for each in held]
+        for item in self._items:
+            item.held.listen(item.told)
+
+    @property
+    def held(self) -> list[Held]:
+        """The leases of its jobs."""
+        return [item.held for item in self._items]
 
     def release(self) -> None:
         """Cut the call short and give its jobs back; what has been written already stays."""
@@ -100,23 +120,13 @@ class Attempt:
             item.stop("release")
         self._cancel()
 
-    async def run(self) -> None:
-        """Run the call to its end, which is a verdict on each job. Never raises for anything that the handler does."""
-        started = time.monotonic()
-        try:
-            await self._call()
-            await self._finish(time.monotonic() - started)
-        finally:
-            for held in self._held.values():
-                self._tools.leases.drop(held)
+    def close(self) -> None:
+        """Let go of the jobs, which are written: what refers to itself would have to wait for the garbage collector."""
+        self._items, self._called = [], ()
 
-    def _hold(self, item: _Item, sent_at: float) -> Held:
-        def stop(cause: Cause) -> None:  # called from the lease keeper's threads
-            item.stop(cause)
-            self._loop.call_soon_threadsafe(self._stop_if_none_is_left)
-
-        lease = self._tools.kind.policy.lease
-        return self._tools.leases.hold(item.claim, lease, self._tools.renewals, sent_at=sent_at, stop=stop)
+    def one_is_told(self) -> None:
+        """One of the jobs shall stop; called from the lease keeper's threads."""
+        self._loop.call_soon_threadsafe(self._stop_if_none_is_left)
 
     def _stop_if_none_is_left(self) -> None:
         """A call goes on as long as one of its jobs is still wanted."""
@@ -129,16 +139,39 @@ class Attempt:
 
     # --- run --------------------------------------------------------------------------------------------------------
 
-    async def _call(self) -> None:
-        """Fill in each item's result; those that could not be decoded never reach the handler."""
+    async def call(self, scope: anyio.CancelScope) -> None:
+        """Call the handler in this scope, which a stop or the deadline cancels; what does not fit never gets there."""
         for item in self._items:
             self._decode(item)
         called = [item for item in self._items if item.result is None and self._is_wanted(item)]
-        if not called or self._releasing:
-            return
-        await self._call_handler(called)
-        if self._tools.kind.policy.singly and len(called) > 1 and all(_failed_with_its_call(item) for item in called):
-            await self._call_singly(called)
+        if called and not self._releasing:
+            await self._call_handler(called, scope)
+
+    def hand_over(self, done: Callable[[], None]) -> bool:
+        """Leave the writing to the finisher, which calls `done`, if all has gone well and there is nothing else to do.
+
+        False, and nothing done, if there is.
+        """
+        if self._releasing or self._tools.kind.has_guests:
+            return False
+        for item in self._items:
+            if type(item.result) is not Returned or item.job.signal.is_set():
+                return False
+        run_seconds = time.monotonic() - self._started
+        endings = [self._ending(item, item.result, run_seconds) for item in self._items if item.result is not None]
+        self._tools.finisher.put(endings, done)
+        return True
+
+    def give_back(self, done: Callable[[], None]) -> None:
+        """Release the jobs, which no call has begun; `done` is called when that is written, or given up."""
+        self.release()
+        endings = [self._ending(item, Released(), 0.0) for item in self._items]
+        self._tools.finisher.put(endings, done)
+
+    async def call_again(self) -> None:
+        """Call the handler for each job alone, if the policy says so and the call has failed as a whole."""
+        if self._tools.kind.policy.singly and len(self._called) > 1 and all(map(_failed_with_its_call, self._called)):
+            await self._call_singly(self._called)
 
     async def _call_singly(self, items: Sequence[_Item]) -> None:
         """Once more, each job alone with a deadline of its own: what one of them does is not the others' fault.
@@ -149,33 +182,36 @@ class Attempt:
             item.begin_anew()
         for item in items:
             if self._is_wanted(item):
-                await self._call_handler([item])
+                with anyio.CancelScope() as scope:
+                    await self._call_handler([item], scope)
 
     def _is_wanted(self, item: _Item) -> bool:
         """Whether a call may begin for this job."""
-        if time.monotonic() >= self._held[item].guard:  # this process stood still: somebody else runs it
+        if time.monotonic() >= item.held.guard:  # this process stood still: somebody else runs it
             item.stop("lost")
         return not item.job.signal.is_set()
 
-    async def _call_handler(self, items: Sequence[_Item]) -> None:
+    async def _call_handler(self, items: Sequence[_Item], scope: anyio.CancelScope) -> None:
         timeout = self._tools.kind.policy.timeout
         started = time.monotonic()
         results: Sequence[Result] = ()
-        self._called, self._scope = items, anyio.CancelScope()
-        with self._scope:
-            if timeout is not None:
-                self._scope.deadline = anyio.current_time() + timeout.total_seconds()
+        self._called, self._scope = items, scope
+        if timeout is not None:
+            scope.deadline = anyio.current_time() + timeout.total_seconds()
+        try:
             results = await self._results([item.job for item in items])
-        late = timeout is not None and time.monotonic() - started >= timeout.total_seconds()
-        if late:  # whatever came after the deadline does not count
-            results = [Failed(HANDLER_TIMEOUT)] * len(items)
-        for item, result in zip(items, results, strict=False):
-            item.result = result
+        finally:
+            self._scope = None
+            if timeout is not None:
+                scope.deadline = float("inf")
+                if time.monotonic() - started >= timeout.total_seconds():  # what came after the deadline does not count
+                    results = [Failed(HANDLER_TIMEOUT)] * len(items)
+            for item, result in zip(items, results, strict=False):
+                item.result = result
 
     async def _results(self, jobs: Sequence[Job[object]]) -> Sequence[Result]:
         try:
-            async with Contained():
-                results = await self._tools.call(jobs)
+            results = await self._tools.call(jobs)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a middleware may raise anything; the executors do not
@@ -188,7 +224,7 @@ class Attempt:
 
     def _decode(self, item: _Item) -> None:
         try:
-            payload = self._tools.kind.payload.decode(item.claim.payload or "null")
+            payload = self._tools.kind.payload.decode(item.held.claim.payload or "null")
         except PayloadError as error:
             item.result = Failed(PAYLOAD_INVALID, f"PayloadError at {error.path}", permanent=True)
         except KeyboardInterrupt:
@@ -200,15 +236,24 @@ class Attempt:
 
     # --- finish -----------------------------------------------------------------------------------------------------
 
-    async def _finish(self, run_seconds: float) -> None:
+    async def finish(self) -> None:
         """Write every job's end; completions with the app's own code in them one by one, the rest together."""
-        endings = [ending for item in self._items if (ending := self._ending(item, run_seconds)) is not None]
+        run_seconds = time.monotonic() - self._started
+        endings: list[Ending] = []
+        for item in self._items:
+            result = self._verdict(item)
+            if result is None:
+                self._tools.tell(JobLost(item.held.claim.kind, item.held.claim.key, "lost"))
+            else:
+                endings.append(self._ending(item, result, run_seconds))
         guarded: list[Ending] = []
         if self._tools.kind.has_guests:
             guarded = [ending for ending in endings if isinstance(ending.decision, Success)]
             endings = [ending for ending in endings if not isinstance(ending.decision, Success)]
         settlements = [ending.decision for ending in endings if isinstance(ending.decision, Settlement)]
         paused = self._tools.pauses.start(settlements)  # before anything is awaited: no call may begin meanwhile
+        if paused:
+            self._tools.paused()
         await self._tools.finisher.write(endings)
         if paused:
             await self._tools.pauses.settled(paused)
@@ -219,21 +264,21 @@ class Attempt:
             else:
                 await self._tools.applier.write(ending)
 
-    def _ending(self, item: _Item, run_seconds: float) -> Ending | None:
-        """What is to be written of this job; None, and told, when its lease is gone."""
-        result = self._verdict(item)
-        if result is None:
-            self._tools.tell(JobLost(item.claim.kind, item.claim.key, "lost"))
-            return None
+    def _ending(self, item: _Item, result: Result, run_seconds: float) -> Ending:
+        """What is to be written of this job."""
         policy = self._tools.kind.policy
-        limit = item.claim.max_attempts if item.claim.max_attempts is not None else policy.max_attempts
-        rules = Rules(item.claim.attempts, limit, policy.backoff)
+        claim = item.held.claim
+        limit = claim.max_attempts if claim.max_attempts is not None else policy.max_attempts
+        rules = Rules(claim.attempts, limit, policy.backoff)
         decision = decide(result, rules, chance=random.random())  # noqa: S311 - spreads retries, guards nothing
         itself = result.itself if isinstance(result, Returned) else None
-        return Ending(item.claim, item.job, self._held[item], rules, decision, run_seconds, itself)
+        return Ending(item.job, item.held, rules, decision, run_seconds, itself)
 
     def _verdict(self, item: _Item) -> Result | None:
-        """The result that counts. A stop beats what the handler made of it; a finished job beats a late cancel."""
+        """The result that counts; None when the lease is gone.
+
+        A stop beats what the handler made of it; a finished job beats a late cancel.
+        """
         cause = item.job.signal.cause
         if cause == "lost":
             return None

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import NamedTuple, cast
-from uuid import UUID
+from typing import NamedTuple, TypeAlias, cast
 
 from pgworker.db import Flow
 from pgworker.errors import ConfigError, PayloadError, PgworkerError
 from pgworker.job import URGENCIES, Enqueued, IfPending, NewJob
 from pgworker.kind import Kind
 from pgworker.payload import check_key, check_revision
-from pgworker.statements import FACTS, Insert, Put, insert_jobs
+from pgworker.statements import FACTS, Insert, Put, Statement, insert_events, insert_jobs
 from pgworker.tablemap import TableMap
 
 _ROUNDS = 5
@@ -34,48 +34,89 @@ class PutMany(NamedTuple):
     transaction: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What one call puts, checked and encoded. With `keep` it leaves work alone that has not ended.
+
+    Events are jobs without a key of the caller's: each has got one that was made for it.
+    """
+
+    kind: Kind
+    rows: Sequence[Insert]
+    keep: bool
+    events: bool
+
+
+Done: TypeAlias = dict[str, tuple[Insert, Put]]
+"""What was put for each key, and the row that was sent for it: of equal keys the last."""
+
+
+def make_order(kind: Kind, jobs: Sequence[NewJob], *, if_pending: IfPending) -> Order:
+    """Check and encode the jobs of one call. Raises PayloadError or ConfigError."""
+    several = len(jobs) > 1
+    rows = [
+        _row(kind, job, f" (job {number} of {len(jobs)})" if several else "")
+        for number, job in enumerate(jobs, start=1)
+    ]
+    if if_pending not in ("replace", "keep"):
+        raise ConfigError(f"if_pending is 'replace' or 'keep', got {if_pending!r}")
+    return Order(kind, rows, keep=if_pending == "keep", events=all(job.key is None for job in jobs))
+
+
 def put_jobs(tables: TableMap, kind: Kind, jobs: Sequence[NewJob], *, if_pending: IfPending) -> Flow[PutMany]:
     """Enqueue jobs of one kind, in one statement as a rule.
 
     Of jobs with equal keys the last wins, the earlier ones count as replaced. Raises PayloadError or ConfigError before
     anything is sent. Locks: rows that change, until the transaction ends.
     """
-    rows = [
-        _row(kind, job, f" (job {number} of {len(jobs)})" if len(jobs) > 1 else "")
-        for number, job in enumerate(jobs, start=1)
-    ]
-    if if_pending not in ("replace", "keep"):
-        raise ConfigError(f"if_pending is 'replace' or 'keep', got {if_pending!r}")
-    puts: dict[str, Put] = {}
-    last = {row.key: index for index, row in enumerate(rows)}
-    missing = [rows[index] for index in sorted(last.values())]  # of equal keys the last one, where it was asked for
+    order = make_order(kind, jobs, if_pending=if_pending)
+    done: Done = {}
+    transaction = yield from put_orders(tables, [order], done)
+    return PutMany(in_callers_order(order, done), transaction)
+
+
+def put_orders(tables: TableMap, orders: Sequence[Order], done: Done) -> Flow[str | None]:
+    """Put the orders of several calls, alike in kind, `keep` and `events`, as put_jobs does those of one.
+
+    What is put is noted in `done`, and what is noted there is not put again: after an error in between, the rest of the
+    orders, or a part of them, may be. Returns the id of a transaction that wrote, if one did.
+    """
+    wanted: dict[str, Insert] = {}
+    for order in orders:
+        for row in order.rows:
+            wanted.pop(row.key, None)  # of equal keys the last one, where it was asked for
+            wanted[row.key] = row
+    missing = [row for key, row in wanted.items() if key not in done]
+    transaction: str | None = None
     for _ in range(_ROUNDS):
         if not missing:
-            break
-        puts |= yield insert_jobs(
-            tables,
-            kind.name,
-            missing,
-            version=kind.version,
-            keep=if_pending == "keep",
-            wait=kind.policy.supersede == "wait",
-            facts=FACTS[kind.policy.facts],
-        )
+            return transaction
+        puts: dict[str, Put] = yield _insert(tables, orders[0], missing)
+        done.update((key, (wanted[key], put)) for key, put in puts.items())
+        transaction = transaction or next((put.transaction for put in puts.values() if put.transaction), None)
         missing = [row for row in missing if row.key not in puts]
     if missing:
-        raise PgworkerError(
-            f"{len(missing)} keys of kind {kind.name!r} kept changing while they were enqueued; try again"
-        )
-    transaction = next((put.transaction for put in puts.values() if put.transaction), None)
-    return PutMany(_in_callers_order(kind, rows, last, puts), transaction)
+        name = orders[0].kind.name
+        raise PgworkerError(f"{len(missing)} keys of kind {name!r} kept changing while they were enqueued; try again")
+    return transaction
 
 
-def _in_callers_order(kind: Kind, rows: Sequence[Insert], last: dict[str, int], puts: dict[str, Put]) -> list[Enqueued]:
+def _insert(tables: TableMap, like: Order, rows: Sequence[Insert]) -> Statement[dict[str, Put]]:
+    """The statement for rows of such orders."""
+    kind, facts = like.kind, FACTS[like.kind.policy.facts]
+    if like.events:
+        return insert_events(tables, kind.name, rows, version=kind.version, facts=facts)
+    wait = kind.policy.supersede == "wait"
+    return insert_jobs(tables, kind.name, rows, version=kind.version, keep=like.keep, wait=wait, facts=facts)
+
+
+def in_callers_order(order: Order, done: Done) -> list[Enqueued]:
+    """What became of the jobs of a call, once all its keys are done."""
     enqueued: list[Enqueued] = []
-    for index, row in enumerate(rows):
-        put, winner = puts[row.key], last[row.key]
-        status = put.status if index == winner else "replaced"
-        enqueued.append(Enqueued(kind.name, row.key, rows[winner].revision or None, status, put.state))
+    for row in order.rows:
+        winner, put = done[row.key]
+        status = put.status if row is winner else "replaced"
+        enqueued.append(Enqueued(order.kind.name, row.key, winner.revision or None, status, put.state))
     return enqueued
 
 
@@ -101,6 +142,7 @@ def _row(kind: Kind, job: NewJob, which: str) -> Insert:
         ready_at=job.ready_at,
         max_attempts=job.max_attempts,
         payload=payload,
+        event=job.key is None,
     )
 
 
@@ -142,6 +184,6 @@ def _seconds(delay: timedelta | float | None) -> float:
 def event_key() -> str:
     """A key for an event: a UUID of version 7, time-ordered so that the index of keys grows at its end only."""
     value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10))
-    value = value & ~(0xF << 76) | 0x7 << 76
-    value = value & ~(0x3 << 62) | 0x2 << 62
-    return str(UUID(int=value))
+    value = value & ~(0xF << 76 | 0x3 << 62) | 0x7 << 76 | 0x2 << 62
+    text = f"{value:032x}"
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"

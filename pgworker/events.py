@@ -64,6 +64,11 @@ class Events:
         """Call this observer with every event from now on."""
         self._observers.append(observer)
 
+    @property
+    def hear_of_successes(self) -> bool:
+        """Whether somebody wants to be told of each job that has succeeded: an observer, or the log."""
+        return bool(self._observers) or _log.isEnabledFor(logging.DEBUG)
+
     def tell(self, event: Event) -> None:
         """Log the event and hand it to every observer; one that raises is logged and does not stop the others."""
         _log_event(event)

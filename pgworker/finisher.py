@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, cast
 
 import anyio
@@ -14,8 +13,8 @@ import psycopg
 from psycopg.errors import LockNotAvailable, QueryCanceled, RaiseException
 
 from pgworker.db import is_conflict, is_data_error, is_outage
+from pgworker.ending import Ending, Group, apart, size_of
 from pgworker.events import Event, JobLost, JobSettled, RunnerTrouble
-from pgworker.job import Claim, Job
 from pgworker.kind import Kind
 from pgworker.leases import Held
 from pgworker.outcome import (
@@ -26,10 +25,8 @@ from pgworker.outcome import (
     RESULT_REJECTED,
     Decision,
     Failed,
-    Rules,
     Settlement,
     Success,
-    decide,
 )
 from pgworker.queue import Queue
 from pgworker.shared import Shared
@@ -44,30 +41,7 @@ _PARTS = 8
 _REFUSED_SECONDS = 30.0
 """How long a write is repeated that the database refuses, as when a right was taken away: somebody may mend it."""
 LOST = Answer("lost", None)
-
-
-@dataclass(slots=True, eq=False)
-class Ending:
-    """A run's end on its way into the table."""
-
-    claim: Claim
-    job: Job[object]
-    held: Held
-    rules: Rules
-    decision: Decision
-    run_seconds: float
-    itself: object = None
-    """The returned value as the app's own writes get it."""
-    refused_at: float | None = None
-    """Since when the database refuses it, for what is no fault of a value."""
-    stalls: int = 0
-    """How many statements it was in that got no answer in time, or met a lock."""
-    written: anyio.Event = field(default_factory=anyio.Event)
-
-    def decide_anew(self, result: Failed) -> None:
-        """Another decision than the first, which cannot be written."""
-        self.decision = decide(result, self.rules, chance=random.random())  # noqa: S311 - spreads retries
-        self.refused_at = None
+_TAKEN = Answer("done", "succeeded")
 
 
 class _Lane:
@@ -98,6 +72,7 @@ class _Lane:
 class Finisher:
     """The writer of a runner: what gathers while a statement is under way goes with the next one.
 
+    A lease is dropped with its job's verdict. Successes that nobody listens to are only counted, by `succeeded`.
     What has stalled goes on beside the rest, in ever smaller groups, so that it holds up nobody else.
     Past `give_up_at()`, a monotonic time, nothing is tried any more: what is left comes back when its lease expires.
     """
@@ -109,25 +84,36 @@ class Finisher:
         shared: Shared,
         *,
         tell: Callable[[Event], None],
+        succeeded: Callable[[int], None],
         give_up_at: Callable[[], float],
     ) -> None:
         self._kind = kind
         self._queue = queue
         self._shared = shared
         self._tell = tell
+        self._succeeded = succeeded
         self._fresh: deque[Ending] = deque()
         self._swift = _Lane()
         self._slow = _Lane()
         self._failures = 0
         self._give_up_at = give_up_at
         self._some_ended = False
+        self._to_drop: list[Held] = []
 
     async def write(self, endings: Sequence[Ending]) -> None:
         """Write these ends and return when each has its verdict, or has been given up because its lease is gone."""
+        if endings:
+            written = anyio.Event()
+            self.put(endings, written.set)
+            await written.wait()
+
+    def put(self, endings: Sequence[Ending], done: Callable[[], None]) -> None:
+        """Write these ends, which are some, as soon as may be, and call `done` when each has its verdict."""
+        group = Group(len(endings), done)
+        for ending in endings:
+            ending.group = group
         self._fresh.extend(endings)
         self._swift.changed.set()
-        for ending in endings:
-            await ending.written.wait()
 
     async def run(self) -> None:
         """Write until cancelled."""
@@ -147,9 +133,9 @@ class Finisher:
     def _take_fresh(self) -> list[Ending]:
         """As many as one statement may hold, by number and by bytes; one at least."""
         group = [self._fresh.popleft()]
-        size = _size(group[0])
+        size = size_of(group[0])
         while self._fresh and len(group) < _MOST_AT_ONCE:
-            size += _size(self._fresh[0])
+            size += size_of(self._fresh[0])
             if size > _MOST_BYTES:
                 break
             group.append(self._fresh.popleft())
@@ -161,10 +147,14 @@ class Finisher:
 
     async def _write_group(self, group: Sequence[Ending]) -> None:
         """Send a group as one statement for successes and one for the rest."""
-        alive = [ending for ending in group if not self.has_given_up(ending)]
+        now = time.monotonic()
+        if now < self._give_up_at() and all(ending.held.guard > now for ending in group):
+            alive = group
+        else:
+            alive = [ending for ending in group if not self.has_given_up(ending)]
         successes = [ending for ending in alive if isinstance(ending.decision, Success)]
         others = [ending for ending in alive if isinstance(ending.decision, Settlement)]
-        for part in (*_apart(successes), *_apart(others)):
+        for part in (*apart(successes), *apart(others)):
             await self._send(part)
         self.announce()
 
@@ -179,14 +169,31 @@ class Finisher:
             await self._send_again(endings, error)
         else:
             self._failures = 0
-            for ending in endings:
+            loud = endings
+            if isinstance(endings[0].decision, Success) and not self._shared.events.hear_of_successes:
+                loud = self._count(endings, answers)
+            for ending in loud:
                 self.answered(ending, answers.get(ending.claim.id, LOST))
+
+    def _count(self, endings: Sequence[Ending], answers: Mapping[int, Answer]) -> list[Ending]:
+        """Act on the successes that were taken as such without a word about each; returns the others."""
+        loud: list[Ending] = []
+        for ending in endings:
+            if answers.get(ending.held.claim.id) == _TAKEN:
+                self._end(ending)
+            else:
+                loud.append(ending)
+        count = len(endings) - len(loud)
+        if count:
+            self._some_ended = True
+            self._succeeded(count)
+        return loud
 
     async def _send_again(self, endings: Sequence[Ending], error: psycopg.Error | TimeoutError) -> None:
         """After an error: part a batch with a poisonous value, fail the value's own job, else try again later."""
         now = time.monotonic()
         if _is_the_values_fault(error) and len(endings) > 1:
-            self._put_apart(endings, 2)
+            self._putapart(endings, 2)
         elif _is_the_values_fault(error) and isinstance(endings[0].decision, Success):
             endings[0].decide_anew(Failed(RESULT_REJECTED, type(error).__name__))
             self._put(endings, now)
@@ -207,7 +214,7 @@ class Finisher:
         for ending in endings:
             ending.stalls += 1
         if len(endings) > 1:
-            self._put_apart(endings, _PARTS)
+            self._putapart(endings, _PARTS)
         else:
             lasting = not isinstance(error, LockNotAvailable) and await self._is_too_much(error)
             self._put_patient(endings, error, lasting=lasting, pause=backoff(endings[0].stalls))
@@ -222,7 +229,7 @@ class Finisher:
             return False
         return True
 
-    def _put_apart(self, endings: Sequence[Ending], parts: int) -> None:
+    def _putapart(self, endings: Sequence[Ending], parts: int) -> None:
         size = -(-len(endings) // parts)
         for first in range(0, len(endings), size):
             self._put(endings[first : first + size], time.monotonic())
@@ -262,12 +269,12 @@ class Finisher:
                 self._put([ending], time.monotonic() + random.uniform(0.005, 0.05))  # noqa: S311 - spreads retries
             case "lost" | "expired":
                 self._tell(JobLost(self._kind.name, ending.claim.key, answer.verdict))
-                ending.written.set()
+                self._end(ending)
 
     def _settled(self, ending: Ending, answer: Answer) -> None:
         """Tell what the table says now. A success that the table did not take met new work: that is a lost run."""
         decision = ending.decision
-        ending.written.set()
+        self._end(ending)
         self._some_ended |= answer.state != "pending"
         if isinstance(decision, Success) and answer.state != "succeeded":
             self._tell(JobLost(self._kind.name, ending.claim.key, "lost"))
@@ -288,7 +295,10 @@ class Finisher:
         )
 
     def announce(self) -> None:
-        """Tell those who wait for results, once for all that have ended since the last time."""
+        """Tell those who wait for results, and drop the leases, once for all that have ended since the last time."""
+        if self._to_drop:
+            self._shared.leases.drop(self._to_drop)
+            self._to_drop = []
         if self._some_ended and self._kind.policy.results == "notify":
             self._shared.done(self._kind.name)
         self._some_ended = False
@@ -297,29 +307,25 @@ class Finisher:
         """Whether there is no use in trying any longer; says so once."""
         if time.monotonic() < min(ending.held.guard, self._give_up_at()):
             return False
-        if not ending.written.is_set():
+        if not ending.written:
             self._give_up(ending, "guard")
         return True
 
     def _give_up(self, ending: Ending, reason: Literal["guard", "refused"]) -> None:
         self._tell(JobLost(self._kind.name, ending.claim.key, reason))
-        ending.written.set()
+        self._end(ending)
 
-
-def _apart(endings: Sequence[Ending]) -> list[list[Ending]]:
-    """So that no two are of one row: a run and the one that supersedes it, which the answers could not tell apart."""
-    parts: list[dict[int, Ending]] = []
-    for ending in endings:
-        fitting = next((part for part in parts if ending.claim.id not in part), None)
-        if fitting is None:
-            parts.append(fitting := {})
-        fitting[ending.claim.id] = ending
-    return [list(part.values()) for part in parts]
-
-
-def _size(ending: Ending) -> int:
-    """In characters, which is near enough: bytes would cost a copy of each value."""
-    return len(ending.decision.value or "") if isinstance(ending.decision, Success) else 0
+    def _end(self, ending: Ending) -> None:
+        """It has its verdict, or no hope of one."""
+        if ending.written:
+            return
+        ending.written = True
+        self._to_drop.append(ending.held)
+        group = ending.group
+        if group is not None:
+            group.left -= 1
+            if not group.left:
+                group.done()
 
 
 def _trouble_code(decision: Decision) -> str:

@@ -117,28 +117,34 @@ Cause: TypeAlias = Literal["lost", "cancel", "timeout", "release"]
 """Why a handler should stop: its lease is gone, somebody cancelled the job, its deadline passed, the worker stops."""
 
 
+_making_event = threading.Lock()
+
+
 class Signal:
     """Tells a running handler, from any thread, that it should stop, and why."""
 
     __slots__ = ("_event", "cause")
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._event: threading.Event | None = None  # made for those who wait: most jobs end before anybody does
         self.cause: Cause | None = None
 
     def set(self, cause: Cause) -> None:
         """Raise the signal; the first cause stays."""
         if self.cause is None:
             self.cause = cause
-        self._event.set()
+        if self._event is not None:  # looked at after the cause is there, as wait makes it before it looks at the cause
+            self._event.set()
 
     def is_set(self) -> bool:
         """Whether the handler should stop."""
-        return self._event.is_set()
+        return self.cause is not None
 
     def wait(self, timeout_seconds: float | None = None) -> bool:
         """Block this thread until the signal comes or the time is up; says whether it came."""
-        return self._event.wait(timeout_seconds)
+        with _making_event:
+            event = self._event = self._event or threading.Event()
+        return self.is_set() or event.wait(timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
@@ -49,9 +49,10 @@ class Held:
     guard: float
     ask_at: float
     """The monotonic time at which it is renewed or, if it covers its whole run, looked at."""
-    stop: Callable[[Cause], None]
-    """Told once, from the keeper's thread, when the handler should stop."""
-    told: bool = False
+    cause: Cause | None = None
+    """Why the run should stop, once it should."""
+    stop: Callable[[Cause], None] | None = None
+    """Told of it once, from the keeper's thread, unless no run has begun."""
 
     @property
     def seconds(self) -> float | None:
@@ -61,13 +62,20 @@ class Held:
     @property
     def interval(self) -> float:
         """Seconds from one question to the next."""
-        return _LOOK_EVERY_SECONDS if self.lease.heartbeat is None else self.lease.heartbeat.total_seconds()
+        return _interval(self.lease)
 
     def tell(self, cause: Cause) -> None:
         """Tell the run that it should stop, once."""
-        if not self.told:
-            self.told = True
-            self.stop(cause)
+        if self.cause is None:
+            self.cause = cause
+            if self.stop is not None:  # looked at after the cause is there, as listen has it the other way round
+                self.stop(cause)
+
+    def listen(self, stop: Callable[[Cause], None]) -> None:
+        """Have this run told from now on; at once, and perhaps twice, if it should stop already."""
+        self.stop = stop
+        if self.cause is not None:
+            stop(self.cause)
 
 
 _Asked: TypeAlias = Mapping[Held, float | None]
@@ -83,6 +91,10 @@ def _by_table(asked: _Asked) -> Iterable[tuple[Renewals, _Asked]]:
         groups[held.renewals, runs[run]][held] = seconds
         runs[run] += 1
     return [(renewals, group) for (renewals, _), group in groups.items()]
+
+
+def _interval(lease: Lease) -> float:
+    return _LOOK_EVERY_SECONDS if lease.heartbeat is None else lease.heartbeat.total_seconds()
 
 
 def _guard(lease: Lease, sent_at: float) -> float:
@@ -110,21 +122,23 @@ class LeaseKeeper:
         self._held_since_beat: dict[str, Lease] = {}
         self._told_of_beat = 0.0
 
-    def hold(
-        self, claim: Claim, lease: Lease, renewals: Renewals, *, sent_at: float, stop: Callable[[Cause], None]
-    ) -> Held:
-        """Keep this lease alive from now on; `sent_at` is the monotonic time at which its claim was sent.
+    def hold(self, claims: Sequence[Claim], lease: Lease, renewals: Renewals, *, sent_at: float) -> list[Held]:
+        """Keep the leases of these jobs of one kind alive from now on, one for each in order.
 
-        Leases with equal `renewals` travel in one statement.
+        `sent_at` is the monotonic time at which their claim was sent. Leases with equal `renewals` travel in one
+        statement.
         """
-        held = Held(claim, lease, renewals, guard=_guard(lease, sent_at), ask_at=sent_at, stop=stop)
-        held.ask_at += held.interval
+        if not claims:
+            return []
+        guard, ask_at = _guard(lease, sent_at), sent_at + _interval(lease)
+        held = [Held(claim, lease, renewals, guard, ask_at) for claim in claims]
+        kind = claims[0].kind
         with self._changed:
-            self._held.add(held)
-            self._held_since_beat[claim.kind] = lease
-            if sent_at <= self._verify_asked_at.get(claim.kind, -_NEVER):
-                self._verify(claim.kind)  # it was asked for while this claim was under way
-            if held.ask_at < self._renew_wakes_at or held.guard < self._guard_wakes_at:
+            self._held.update(held)
+            self._held_since_beat[kind] = lease
+            if sent_at <= self._verify_asked_at.get(kind, -_NEVER):
+                self._verify(kind)  # it was asked for while this claim was under way
+            if ask_at < self._renew_wakes_at or guard < self._guard_wakes_at:
                 self._changed.notify_all()  # else both threads wake in time: most jobs end before they are looked at
         return held
 
@@ -143,10 +157,10 @@ class LeaseKeeper:
         if self._next_look_at < self._renew_wakes_at:
             self._changed.notify_all()
 
-    def drop(self, held: Held) -> None:
-        """Renew this lease no more: its job is settled, or given up."""
+    def drop(self, held: Iterable[Held]) -> None:
+        """Renew these leases no more: their jobs are settled, or given up."""
         with self._changed:
-            self._held.discard(held)
+            self._held.difference_update(held)
 
     def beat(self) -> None:
         """The event loop says that it turns; call this a few times a second."""
@@ -216,7 +230,7 @@ class LeaseKeeper:
         asked: dict[Held, float | None] = {}
         if self._to_verify and self._next_look_at <= now:
             kinds, self._to_verify = self._to_verify, set()
-            asked = {each: None for each in self._held if each.claim.kind in kinds and not each.told}
+            asked = {each: None for each in self._held if each.claim.kind in kinds and each.cause is None}
             if asked:
                 self._next_look_at = now + _LOOK_SPACING_SECONDS
         if any(each.ask_at <= now for each in self._held):
@@ -261,7 +275,7 @@ class LeaseKeeper:
                     held.ask_at = time.monotonic() + _BUSY_PAUSE_SECONDS
                 case "lost" | "expired":
                     held.tell("lost")
-                    self.drop(held)
+                    self.drop([held])
 
     def _connected(self) -> SyncConnection:
         if self._connection is None or self._connection.closed:

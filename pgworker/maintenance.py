@@ -13,9 +13,10 @@ import psycopg
 from pgworker import operations
 from pgworker.db import Database
 from pgworker.job import State
+from pgworker.presence import forget_runners, report_runners
 from pgworker.queue import Queue
 from pgworker.schema.files import release
-from pgworker.statements import BEGINNING, Lane, forget_runners, report_runners
+from pgworker.statements import BEGINNING, Lane
 from pgworker.surveys import Surveys
 from pgworker.tablemap import TableMap
 

@@ -66,6 +66,15 @@ class Lag:
     ready_exact: bool = True
 
 
+class KindCount(NamedTuple):
+    """Jobs of a kind in one derived state, and the age in seconds of the oldest one that is ready."""
+
+    kind: str
+    state: str
+    jobs: int
+    oldest_ready_seconds: float | None
+
+
 class Seen(NamedTuple):
     """A job as it was read for those who wait for it: what it is, how it stands, what it has succeeded with."""
 
@@ -170,6 +179,11 @@ def count_lag(tables: TableMap, kind: str | None, *, bound: int = LAG_BOUND) -> 
     return statement("count_lag", tables, {"kind": kind, "bound": bound + 1}, read_rows(lag))
 
 
+def count_jobs(tables: TableMap, *, bound: int) -> Statement[list[KindCount]]:
+    """Jobs by kind and derived state; a count that reaches `bound` stands for that many or more."""
+    return statement("count_jobs", tables, {"bound": bound}, read_rows(KindCount))
+
+
 def read_results(tables: TableMap, wanted: Sequence[tuple[str, str]]) -> Statement[list[Seen]]:
     """Read these jobs, given as (kind, key); those that do not exist are missing from the answer."""
     parameters = {"kinds": [kind for kind, _ in wanted], "keys": [key for _, key in wanted]}
@@ -189,6 +203,65 @@ def expire_results(
 
     parameters = {"kind": kind, "state": state, "ttl": ttl_seconds, "limit": limit} | _after(after)
     return statement("expire_results", tables, parameters, read)
+
+
+class Shelf(NamedTuple):
+    """The ended jobs of one kind and state: for how long they are kept, and up to where they were looked through."""
+
+    kind: str
+    state: State
+    keep_seconds: float
+    after: Cursor = BEGINNING
+
+
+class Cleared(NamedTuple):
+    """What a page of one shelf held, and what became of it; `cursor` is its last job."""
+
+    read: int
+    deleted: int
+    emptied: int
+    cursor: Cursor
+
+
+class Torn(NamedTuple):
+    """What a page of the journal held; `last` is its last id, None when the page was empty."""
+
+    read: int
+    deleted: int
+    last: int | None
+
+
+def prune_jobs(tables: TableMap, shelves: Sequence[Shelf], *, limit: int) -> Statement[dict[int, Cleared]]:
+    """Delete the events and empty the keyed jobs that are past their time: up to `limit` of each shelf.
+
+    Answers by the shelf's number; one without an answer has nothing that is old enough, or is another process's turn.
+    """
+
+    def read(rows: Sequence[Row]) -> dict[int, Cleared]:
+        return {
+            cast("int", number): Cleared(
+                cast("int", count), cast("int", deleted), cast("int", emptied), (cast("str", at), cast("int", last_id))
+            )
+            for number, count, at, last_id, deleted, emptied in rows
+        }
+
+    parameters = {
+        "kinds": [shelf.kind for shelf in shelves],
+        "states": [shelf.state for shelf in shelves],
+        "keeps": [shelf.keep_seconds for shelf in shelves],
+        "afters": [shelf.after[0] for shelf in shelves],
+        "after_ids": [shelf.after[1] for shelf in shelves],
+        "turn": f"pgworker prune {tables.schema} jobs",
+        "limit": limit,
+    }
+    return statement("prune_jobs", tables, parameters, read)
+
+
+def prune_facts(tables: TableMap, *, keep_seconds: float, after: int, limit: int) -> Statement[Torn]:
+    """Read up to `limit` facts after this id, and delete those that are older than that."""
+    turn = f"pgworker prune {tables.schema} facts"
+    parameters = {"keep": keep_seconds, "after": after, "limit": limit, "turn": turn}
+    return statement("prune_facts", tables, parameters, lambda rows: read_rows(Torn)(rows)[0])
 
 
 def wait_briefly(tables: TableMap, seconds: float) -> Statement[None]:

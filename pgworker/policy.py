@@ -16,6 +16,9 @@ STORE_TIMEOUT = timedelta(seconds=5)
 Facts: TypeAlias = Literal["all", "exceptional", "none"]
 """What of a job's history is kept: every step, what went otherwise than planned, or nothing."""
 
+FACTS_KEPT = timedelta(days=30)
+"""For how long the journal keeps a fact, of whatever kind: it is pruned from its beginning, as a whole."""
+
 MAX_BATCH = 10_000
 _LONGEST = timedelta(days=3650)  # past that, instants leave the range of the database's timestamps
 
@@ -72,6 +75,9 @@ class Policy:
     """Calls of the handler at the same time; a batch is one call."""
     batch: int = 64
     """Most jobs in one call of a batch handler; single handlers get one."""
+    prefetch: int = 0
+    """Most jobs that are claimed ahead of free slots: fewer claims for short jobs, but for long ones they had better be
+    left to another worker."""
     window: timedelta = timedelta(seconds=0.25)
     """How long a batch handler's claim waits for more to come, unless the last one was full."""
     poll: timedelta = timedelta(seconds=1)
@@ -99,22 +105,28 @@ class Policy:
     """How those who wait for results learn of them: by looking once a second, or by a notification, too."""
     result_ttl: timedelta | None = None
     """For how long a result is kept (None: as long as its job)."""
+    keep: timedelta | None = timedelta(days=7)
+    """For how long a job that has succeeded or was cancelled is kept, of a keyed one the payload (None: for ever)."""
+    keep_failed: timedelta | None = timedelta(days=30)
+    """For how long a failed event is kept (None: for ever); a keyed job that has failed stays as it is."""
 
     def __post_init__(self) -> None:
         _check(
             holds=1 <= self.concurrency <= MAX_BATCH, message=f"concurrency: 1 to {MAX_BATCH}, got {self.concurrency}"
         )
         _check(holds=1 <= self.batch <= MAX_BATCH, message=f"batch is 1 to {MAX_BATCH}, got {self.batch}")
+        _check(holds=0 <= self.prefetch <= MAX_BATCH, message=f"prefetch is 0 to {MAX_BATCH}, got {self.prefetch}")
         _check(holds=timedelta(0) <= self.window <= _LONGEST, message=f"window must not be negative, got {self.window}")
         _check(holds=timedelta(0) < self.poll <= _LONGEST, message=f"poll must be positive, got {self.poll}")
         _check(
             holds=self.timeout is None or timedelta(0) < self.timeout <= _LONGEST,
             message=f"timeout must be positive, got {self.timeout}",
         )
-        _check(
-            holds=self.result_ttl is None or timedelta(0) < self.result_ttl <= _LONGEST,
-            message=f"result_ttl must be positive, got {self.result_ttl}",
-        )
+        for name in ("result_ttl", "keep", "keep_failed"):
+            time = getattr(self, name)
+            _check(
+                holds=time is None or timedelta(0) < time <= _LONGEST, message=f"{name} must be positive, got {time}"
+            )
         for name, limit in (("max_attempts", self.max_attempts), ("max_evictions", self.max_evictions)):
             _check(holds=limit is None or limit >= 1, message=f"{name} must be at least 1 or None, got {limit}")
         for name, choices in _CHOICES.items():
@@ -122,7 +134,7 @@ class Policy:
             _check(holds=chosen in choices, message=f"{name} is one of {', '.join(choices)}, got {chosen!r}")
         _check_weights(self.weights)
         if self.lease.heartbeat is None:
-            needed = covering_ttl(self.timeout, self.batch, singly=self.singly)
+            needed = covering_ttl(self.timeout, self.batch, singly=self.singly, prefetch=self.prefetch)
             _check(
                 holds=self.lease.ttl >= needed,
                 message=f"a lease without renewal must cover the handler and its writes: at least "
@@ -152,16 +164,18 @@ def _check_weights(weights: object) -> None:
     )
 
 
-def covering_ttl(timeout: timedelta | None, batch: int, *, singly: bool = False) -> timedelta:
+def covering_ttl(timeout: timedelta | None, batch: int, *, singly: bool = False, prefetch: int = 0) -> timedelta:
     """The shortest lease that covers a call: its deadline, then two statements a job, the claim and the clean-up.
 
-    With `singly` the call may be followed by one for each job, each with a deadline of its own.
+    With `singly` the call may be followed by one for each job, each with a deadline of its own. With `prefetch` it may
+    begin when only half of the lease is left.
     """
     if timeout is None:
         msg = "a lease without renewal needs a timeout to cover"
         raise ConfigError(msg)
     try:
-        return timeout * (1 + batch if singly else 1) + (2 * batch + 2) * STORE_TIMEOUT
+        whole = timeout * (1 + batch if singly else 1) + (2 * batch + 2) * STORE_TIMEOUT
+        return 2 * whole if prefetch else whole
     except OverflowError as error:
         msg = f"a timeout of {timeout} and a batch of {batch} are too much to cover"
         raise ConfigError(msg) from error
@@ -228,6 +242,7 @@ class PolicyOptions(TypedDict, total=False):
 
     concurrency: int
     batch: int
+    prefetch: int
     window: timedelta
     poll: timedelta
     timeout: timedelta | None
@@ -243,10 +258,13 @@ class PolicyOptions(TypedDict, total=False):
     supersede: Literal["now", "wait"]
     results: Literal["poll", "notify"]
     result_ttl: timedelta | None
+    keep: timedelta | int | None
+    keep_failed: timedelta | int | None
 
 
 UNLIMITED = -1
-"""For max_attempts, max_evictions: no limit at all (None and zero mean the preset's)."""
+"""For what may have no limit at all (None and zero mean the preset's)."""
+_MAY_BE_UNLIMITED = frozenset({"max_attempts", "max_evictions", "keep", "keep_failed"})
 
 
 def make_policy(preset: str, options: PolicyOptions) -> Policy:
@@ -260,7 +278,7 @@ def make_policy(preset: str, options: PolicyOptions) -> Policy:
             msg = f"{name} must be a {kind.__name__}, got {options.get(name)!r}"
             raise ConfigError(msg)
     for name, value in options.items():
-        if isinstance(value, int) and value < 0 and not (value == UNLIMITED and name.startswith("max_")):
+        if isinstance(value, int) and value < 0 and not (value == UNLIMITED and name in _MAY_BE_UNLIMITED):
             msg = f"{name} must not be negative, got {value}"
             raise ConfigError(msg)
         if isinstance(value, timedelta) and value < timedelta(0):
@@ -274,6 +292,8 @@ def make_policy(preset: str, options: PolicyOptions) -> Policy:
     if base.lease.heartbeat is None and "lease" not in given:
         timeout = cast("timedelta | None", given.get("timeout", base.timeout))
         batch = cast("int", given.get("batch", base.batch))
-        needed = covering_ttl(timeout, batch, singly=bool(given.get("singly")))
+        needed = covering_ttl(
+            timeout, batch, singly=bool(given.get("singly")), prefetch=cast("int", given.get("prefetch", 0))
+        )
         given["lease"] = Lease.cover(max(base.lease.ttl, needed))
     return replace(base, **cast("Any", given))

@@ -11,7 +11,7 @@ from psycopg_pool import PoolTimeout
 
 from pgworker import verbs
 from pgworker.adapters import Caller
-from pgworker.client import put_jobs
+from pgworker.client import Order, make_order, put_jobs
 from pgworker.config import Settings, conninfo
 from pgworker.db import Flow
 from pgworker.errors import ConfigError, DatabaseUnavailable, UnknownKind
@@ -94,6 +94,14 @@ class Registry:
         return self._hints
 
     # --- flows ------------------------------------------------------------------------------------------------------
+
+    def order(self, kind: str, jobs: Sequence[NewJob], *, if_pending: IfPending) -> Order:
+        """What one call enqueues, checked and encoded. Raises PayloadError, ConfigError, UnknownKind."""
+        return make_order(self.in_jobs_table(kind), jobs, if_pending=if_pending)
+
+    def wake(self, kind: str, superseded: bool) -> None:  # noqa: FBT001 - called back with both by position
+        """Wake the workers for jobs that have been committed, and those that run superseded ones."""
+        self._wake(kind, None, None, control=superseded)
 
     def put(
         self, kind: str, jobs: Sequence[NewJob], *, if_pending: IfPending, caller: Caller | None

@@ -2,34 +2,32 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Sequence
 
 import anyio
-import anyio.abc
 import psycopg
 
 from pgworker.applier import Applier
-from pgworker.attempt import Attempt, Tools
+from pgworker.attempt import Tools
 from pgworker.claimer import Claimer, ClaimRefused, Taken
 from pgworker.errors import AlreadyRunning
 from pgworker.events import Event, JobSettled, RunnerTrouble
 from pgworker.executors import Executor
-from pgworker.executors.guest import is_stopping
+from pgworker.executors.guest import Contained
 from pgworker.executors.inline import InlineExecutor
-from pgworker.executors.results import raised
 from pgworker.executors.thread import ThreadExecutor
 from pgworker.finisher import Finisher
 from pgworker.job import Claim, Job
 from pgworker.kind import Kind
 from pgworker.listener import Wake
 from pgworker.middleware import Next, compose
-from pgworker.outcome import HANDLER_PANIC, QUEUE_RELEASE_FAILED, Result, Settlement
+from pgworker.outcome import QUEUE_CLAIM_FAILED, QUEUE_RELEASE_FAILED, Result, Settlement
 from pgworker.pauses import Pauses
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.queue import Queue
 from pgworker.shared import Shared
+from pgworker.slots import Slots
 from pgworker.status import RunnerStatus, Tally
 
 
@@ -50,23 +48,23 @@ class Runner:
     def _reset(self) -> None:
         self._stopping = anyio.Event()
         self._released_at: float | None = None
-        self._slot_freed = anyio.Event()
-        self._attempts: dict[Attempt, int] = {}
-        self._last_chance: Attempt | None = None
+        self._slots: Slots | None = None
 
     # --- stop -------------------------------------------------------------------------------------------------------
 
     def drain(self) -> None:
         """Claim nothing more and let running calls end, at most for the policy's grace."""
         self._stopping.set()
+        if self._slots is not None:
+            self._slots.close()
 
     def release(self) -> None:
         """Claim nothing more, cut running calls short and give their jobs back, within one store deadline."""
-        self._stopping.set()
+        self.drain()
         if self._released_at is None:
             self._released_at = time.monotonic()
-            for attempt in self._attempts:
-                attempt.release()
+            if self._slots is not None:
+                self._slots.release()
 
     def stop(self) -> None:
         """Stop as the kind's policy says."""
@@ -105,22 +103,30 @@ class Runner:
             self._reset()  # now and not at the start: a stop that came before the start counts
 
     async def _run(self) -> None:
-        finisher = Finisher(self.kind, self._queue, self._shared, tell=self._note, give_up_at=self._give_up_at)
+        finisher = Finisher(
+            self.kind,
+            self._queue,
+            self._shared,
+            tell=self._note,
+            succeeded=self._tally.succeed,
+            give_up_at=self._give_up_at,
+        )
         tools = Tools(
             kind=self.kind,
             call=self._compose(),
             leases=self._shared.leases,
-            renewals=self._queue.renewals,
             finisher=finisher,
             applier=Applier(self.kind, self._queue, self._shared, finisher=finisher, tell=self._note),
             pauses=self._pauses,
+            paused=self._give_buffered_back,
             tell=self._note,
         )
         async with anyio.create_task_group() as helpers:
             helpers.start_soon(finisher.run)
             async with anyio.create_task_group() as calls:
-                await self._claim_until_stopped(calls, tools)
-                await self._drain()
+                self._slots = Slots(tools, calls)
+                await self._claim_until_stopped(self._slots)
+                await self._drain(self._slots)
             helpers.cancel_scope.cancel()
 
     def _compose(self) -> Next:
@@ -129,46 +135,82 @@ class Runner:
         async def call(jobs: Sequence[Job[object]]) -> Sequence[Result]:
             return await executor.execute(self.kind, jobs)
 
-        return compose(self.kind.name, self._shared.middleware, call)
+        if not self._shared.middleware:
+            return call  # executors contain what handlers do
+        composed = compose(self.kind.name, self._shared.middleware, call)
 
-    async def _drain(self) -> None:
+        async def contained(jobs: Sequence[Job[object]]) -> Sequence[Result]:
+            async with Contained():
+                return await composed(jobs)
+
+        return contained
+
+    async def _drain(self, slots: Slots) -> None:
         """Wait for the running calls; past the grace, release them."""
         grace = self.kind.policy.stop.grace
         with anyio.move_on_after(None if grace is None else grace.total_seconds()):
-            await self._until_idle()
+            await slots.until_idle()
         self.release()
-        await self._until_idle()
+        await slots.until_idle()
 
     def _give_up_at(self) -> float:
         """Past this monotonic time nothing is written any more: one deadline for all that a release gives back."""
         return float("inf") if self._released_at is None else self._released_at + STORE_TIMEOUT.total_seconds()
 
-    async def _until_idle(self) -> None:
-        while self._attempts:
-            await self._slot_freed.wait()
+    def _give_buffered_back(self) -> None:
+        if self._slots is not None:
+            self._slots.give_back()
 
     # --- claim ------------------------------------------------------------------------------------------------------
 
-    async def _claim_until_stopped(self, calls: anyio.abc.TaskGroup, tools: Tools) -> None:
+    async def _claim_until_stopped(self, slots: Slots) -> None:
         full = False
         async with anyio.create_task_group() as group:
             group.start_soon(_cancel_when, self._stopping, group.cancel_scope)
             while not self._stopping.is_set():  # a claim is shielded: a cancelled scope alone would not end this
-                free = await self._free_slots()
+                room = await self._room(slots)
                 if not full and self.kind.window:
                     await anyio.sleep(self.kind.window.total_seconds())
                 if await self._pauses.wait_out():
                     continue  # more jobs may have come for the window
                 if self.wake.clear():  # before the claim: a hint from here on is for the next round
                     self._claimer.poke()
-                taken = await self._claim(free * self.kind.call_size)
+                taken = await self._claim(room, slots)
                 if taken is not None:
-                    self._start(calls, tools, taken)
+                    self._begin(slots, taken)
                 full = taken is not None and taken.full
                 if not full:
                     await self._wait_for_work(taken)
 
-    async def _claim(self, limit: int) -> Taken | None:
+    async def _room(self, slots: Slots) -> int:
+        """For how many jobs to claim now; meanwhile, what is buffered is given back when the kind is paused."""
+        while True:
+            with anyio.move_on_after(self.kind.policy.poll.total_seconds() if slots.has_buffered else None):
+                return await slots.until_worthwhile()
+            await self._look_for_pause()
+
+    async def _look_for_pause(self) -> None:
+        asked_at = time.monotonic()
+        try:
+            dues = await self._shared.surveys.look(self._queue)
+        except (psycopg.Error, TimeoutError) as error:
+            self._note(RunnerTrouble(self.kind.name, QUEUE_CLAIM_FAILED, type(error).__name__))
+        else:
+            self._observe(paused=any(due.paused for due in dues), asked_at=asked_at)
+
+    def _observe(self, *, paused: bool, asked_at: float) -> None:
+        self._pauses.observe(paused=paused, asked_at=asked_at)
+        if self._pauses.in_table:
+            self._give_buffered_back()
+
+    def _begin(self, slots: Slots, taken: Taken) -> None:
+        """Hold the leases from now on, so that waiting costs none."""
+        policy, renewals = self.kind.policy, self._queue.renewals
+        slots.add(self._shared.leases.hold(taken.claims, policy.lease, renewals, sent_at=taken.sent_at))
+        if self._pauses.hold:  # it came while others were given back
+            slots.give_back()
+
+    async def _claim(self, limit: int, slots: Slots) -> Taken | None:
         """One round of claims; None after a failed one, which has waited already."""
         try:
             taken = await self._claimer.round(limit)
@@ -179,19 +221,19 @@ class Runner:
             await anyio.sleep(self.kind.policy.poll.total_seconds())
             return None
         self._tally.add("claimed", len(taken.claims))  # what is given back at once, too: the counts must balance
-        self._pauses.observe(paused=taken.paused, asked_at=taken.asked_at)
+        self._observe(paused=taken.paused, asked_at=taken.asked_at)
         if self._stopping.is_set() or self._pauses.hold:  # it came while the claim was under way
             await self._give_back(taken.claims)
             return None
-        return await self._set_apart(taken)
+        return await self._set_apart(taken, slots)
 
-    async def _set_apart(self, taken: Taken) -> Taken:
+    async def _set_apart(self, taken: Taken, slots: Slots) -> Taken:
         """Of jobs that end with the next lost worker, keep one at a time; the others wait for a poll.
 
         What kills its worker takes along what runs beside it. Without this those would end, too, run for run.
         """
         surplus = [claim for claim in taken.claims if self._is_on_last_chance(claim)]
-        if self._last_chance is None:
+        if surplus and not any(self._is_on_last_chance(held.claim) for held in slots.held):
             surplus = surplus[1:]
         if not surplus:
             return taken
@@ -210,12 +252,6 @@ class Runner:
         due_in = poll_in if taken.due_in_seconds is None else taken.due_in_seconds
         await self.wake.wait(min(poll_in, due_in))
 
-    async def _free_slots(self) -> int:
-        """How many calls may start now; waits until it is at least one."""
-        while (free := self.kind.policy.concurrency - len(self._attempts)) < 1:
-            await self._slot_freed.wait()
-        return free
-
     async def _give_back(self, claims: Sequence[Claim], *, delay_seconds: float | None = None) -> None:
         """Release claims that no call has begun; what cannot be written comes back when its lease expires."""
         if not claims:
@@ -228,44 +264,11 @@ class Runner:
         else:
             self._tally.add("released", sum(answer.verdict == "done" for answer in answers.values()))
 
-    # --- calls ------------------------------------------------------------------------------------------------------
-
-    def _start(self, calls: anyio.abc.TaskGroup, tools: Tools, taken: Taken) -> None:
-        """Begin a call for each slot's worth of claims."""
-        for first in range(0, len(taken.claims), self.kind.call_size):
-            claims = taken.claims[first : first + self.kind.call_size]
-            attempt = Attempt(tools, claims, sent_at=taken.sent_at)
-            self._attempts[attempt] = len(claims)
-            if any(self._is_on_last_chance(claim) for claim in claims):
-                self._last_chance = attempt
-            calls.start_soon(self._run_attempt, attempt)
-
-    async def _run_attempt(self, attempt: Attempt) -> None:
-        try:
-            await attempt.run()
-        except asyncio.CancelledError as error:
-            if is_stopping():
-                raise
-            self._lost_track(error)  # of the app's making; passed on, it would end the runner in silence
-        except Exception as error:  # noqa: BLE001 - a fault of ours in one call must not take the whole worker along
-            self._lost_track(error)
-        finally:
-            del self._attempts[attempt]
-            if attempt is self._last_chance:
-                self._last_chance = None
-            self._slot_freed.set()
-            self._slot_freed = anyio.Event()
-
-    def _lost_track(self, error: BaseException) -> None:
-        """A call ended without a verdict on its jobs: their leases run out, and they run again."""
-        raised(self.kind, error, 1)  # says where it came from
-        self._note(RunnerTrouble(self.kind.name, HANDLER_PANIC, type(error).__name__))
-
     # --- status -----------------------------------------------------------------------------------------------------
 
     def status(self) -> RunnerStatus:
         """How this runner fares right now; the lifecycle is derived, never stored."""
-        in_flight = sum(self._attempts.values())
+        in_flight = len(self._slots.held) if self._slots is not None else 0
         paused, until = self._pauses.in_table, self._pauses.until
         return self._tally.status(running=self._running, in_flight=in_flight, paused=paused, paused_until=until)
 

@@ -51,15 +51,21 @@ class Tally:
         """Count what no event tells of."""
         self._counts[name] += count
 
+    def succeed(self, count: int) -> None:
+        """Count successes, of which no event tells."""
+        self._counts["succeeded"] += count
+        self._last_error = None
+        self._last_success_at = datetime.now(UTC)
+
     def note(self, event: Event) -> None:
         """Count what happened."""
         match event:
             case JobSettled():
-                self._counts[_counter(event)] += 1
                 if event.state == "succeeded":
-                    self._last_error = None
-                    self._last_success_at = datetime.now(UTC)
-                elif event.counted:
+                    self.succeed(1)
+                    return
+                self._counts[_counter(event)] += 1
+                if event.counted:
                     self._last_error = event.code
                     self._retry_at = max(self._retry_at, time.monotonic() + (event.retry_in_seconds or 0))
             case JobLost():

@@ -32,6 +32,7 @@ from pgworker.maintenance import expire_results_forever, reap_forever, report_fo
 from pgworker.middleware import Middleware
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.queue import JobsTable, Queue, RowsQueue
+from pgworker.retention import prune_forever
 from pgworker.runner import Runner
 from pgworker.shared import Shared
 from pgworker.status import RunnerStatus
@@ -184,6 +185,7 @@ class Worker:
                 group.start_soon(expire_results_forever, tables, kind, ttl, database)
         wakes = {runner.kind.name: runner.wake.set for runner in self._runners}
         group.start_soon(reap_forever, list(self._queues.values()), shared.surveys, database, wakes)
+        group.start_soon(prune_forever, tables, self._kinds, database)
         group.start_soon(listener.run)
         group.start_soon(_beat_forever, shared.leases)
 

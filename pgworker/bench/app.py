@@ -32,6 +32,9 @@ IN_FLIGHT: Final = 10_000
 CONCURRENCY: Final = 500
 """Of the no-op kind: the best of a sweep, as the peers have theirs."""
 
+PREFETCH: Final = 500
+"""Of the no-op kind: the next jobs are claimed while the last ones are written."""
+
 PAYLOAD: Final = "x" * 30
 """32 bytes of JSON, which the targets for WAL are meant for."""
 
@@ -48,7 +51,7 @@ many = App()
 """Fifty kinds with nothing to do."""
 
 
-@drains.kind(NOOP, concurrency=CONCURRENCY, facts="exceptional")
+@drains.kind(NOOP, concurrency=CONCURRENCY, prefetch=PREFETCH, facts="exceptional")
 async def noop(job: Job[str]) -> None:
     """Do nothing, and return nothing."""
 

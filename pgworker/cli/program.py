@@ -12,6 +12,7 @@ from pgworker.cli.enqueue import enqueue
 from pgworker.cli.errors import EXIT_CODES
 from pgworker.cli.migrate import migrate
 from pgworker.cli.operate import cancel, forget, pause, rebuild, resume, retry
+from pgworker.cli.prune import prune
 from pgworker.cli.run import run
 from pgworker.cli.status import status
 
@@ -45,6 +46,6 @@ def _options(
     pass
 
 
-for command in (run, migrate, enqueue, status, retry, rebuild, cancel, forget, pause, resume, bench):
+for command in (run, migrate, enqueue, status, retry, rebuild, cancel, forget, pause, resume, prune, bench):
     app.command(epilog=EXIT_CODES)(command)
 register_demo(app)

@@ -9,8 +9,8 @@ from datetime import UTC, datetime
 import msgspec
 
 from pgworker.cli.output import age
-from pgworker.operations import KindPause, Lag
-from pgworker.statements import KindCount, Presence
+from pgworker.operations import KindCount, KindPause, Lag
+from pgworker.presence import Presence
 
 STALE_SECONDS = 10.0  # two reports missed
 

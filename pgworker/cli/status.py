@@ -15,9 +15,9 @@ from pgworker.cli.options import Debug, Dsn, Json, Schema
 from pgworker.cli.output import age, console, plain, print_json, say, table
 from pgworker.cli.report import KindRow, Report, RunnerRow, make_report, tell_pause
 from pgworker.db import send_sync, session_settings
-from pgworker.operations import LAG_BOUND, Lag, count_lag, list_pauses
+from pgworker.operations import LAG_BOUND, Lag, count_jobs, count_lag, list_pauses
 from pgworker.policy import STORE_TIMEOUT
-from pgworker.statements import count_jobs, list_runners
+from pgworker.presence import list_runners
 
 _ALWAYS = ("ready", "running", "succeeded", "failed")  # the other states get a column when there is something in it
 _RUNNER_HEADINGS = ("kind", "runner", "state", "up", "in flight", "outcomes", "last error")

@@ -14,7 +14,7 @@ _TABLE_RIGHTS = {
     "results": "select, insert, update, delete",
     "runners": "select, insert, update, delete",
     "kinds": "select, insert, update, delete",
-    "facts": "select, insert",
+    "facts": "select, insert, delete",
     "job_states": "select",
     "migrations": "select",
 }

@@ -9,7 +9,8 @@ import anyio
 import psycopg
 import pytest
 
-from pgworker.statements import count_jobs, list_runners
+from pgworker.operations import count_jobs
+from pgworker.presence import list_runners
 from tests.chaos.stage import Stage
 from tests.databases import TABLES
 from tests.handles import running
@@ -20,6 +21,11 @@ Scenario: TypeAlias = Callable[[Stage], Awaitable[object]]
 async def plain(stage: Stage) -> None:
     """A job that is simply done, which takes most of the statements."""
     await stage.job()
+
+
+async def event(stage: Stage) -> None:
+    """A job without a key, which nobody enqueues again."""
+    await stage.event()
 
 
 async def again(stage: Stage) -> None:
@@ -119,7 +125,7 @@ async def counting(stage: Stage) -> None:
     """Somebody asks how much there is to do."""
     await stage.job()
     counts = await stage.ask(lambda: count_jobs(TABLES, bound=1000))
-    assert sum(count.jobs for count in counts) == stage.wanted
+    assert sum(count.jobs for count in counts) == stage.wanted + stage.events
 
 
 async def own_plain(stage: Stage) -> None:
@@ -168,12 +174,15 @@ SCENARIOS: dict[str, Scenario] = {
     "finish_jobs": plain,
     "forget_job": forgetting,
     "forget_runners": leaving,
+    "insert_events": event,
     "insert_jobs": plain,
     "list_ended": operating,
     "list_pauses": pausing,
     "list_pending": operating,
     "list_runners": listing,
     "pause_kind": pausing,
+    "prune_facts": plain,
+    "prune_jobs": plain,
     "read_results": waiting,
     "reap_expired": orphaned,
     "renew_leases": long,

@@ -79,6 +79,8 @@ class Stage:
         self.runs: Counter[str] = Counter()
         self.wanted = 0
         """Successes that there must be in the end."""
+        self.events = 0
+        """Successes of jobs without a key of their own, beside those."""
         self.rows = 0
         """Rows of the app's own tables."""
         self._fired = 0
@@ -103,6 +105,11 @@ class Stage:
         key = f"k{self.wanted:03}"
         await self.insist(lambda: self.app.enqueue(kind, payload, key=key, revision="r", delay=delay))
         return key
+
+    async def event(self) -> None:
+        """Enqueue one without a key, once: what is lost on the way is the app's own business."""
+        self.events += 1
+        assert (await self.app.enqueue("work", "plain")).status == "created"
 
     def row(self, payload: str = "plain", *, table: str = "things", delay: float = 0, orphaned: bool = False) -> str:
         """Insert one into a table of the app's own; `orphaned` by a worker whose lease has just run out."""
@@ -241,14 +248,16 @@ def check(stage: Stage) -> None:
     log = read(stage.admin)
     found = findings(log)
     assert not found, told(found)
-    assert sum(change.is_success for change in log) == stage.wanted
+    assert sum(change.is_success for change in log) == stage.wanted + stage.events
     rows = stage.admin.execute(
         "select j.key, j.state, j.attempts = (j.payload = '\"again\"')::int, r.value::text,"
-        " r.revision = j.revision, j.generation = case j.revision when 'r' then 1 else 2 end, j.token"
+        " r.revision = j.revision, j.generation = case j.revision when 'r2' then 2 else 1 end, j.token"
         " from pgworker.jobs j left join pgworker.results r on r.kind = j.kind and r.key = j.key order by j.key"
     ).fetchall()
     keys = [f"k{number:03}" for number in range(1, stage.wanted + 1)]
-    assert rows == [(key, "succeeded", True, f'"{key}"', True, True, None) for key in keys]
+    events = [(key, "succeeded", True, f'"{key}"', True, True, None) for key, *_ in rows if not key.startswith("k")]
+    assert len(events) == stage.events
+    assert rows == events + [(key, "succeeded", True, f'"{key}"', True, True, None) for key in keys]
     _check_own_tables(stage)
     applied = stage.admin.execute(
         "select key from pgworker.jobs where kind = 'applied'"

@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 
 import pgworker.maintenance
+import pgworker.retention
 import pgworker.waits
 from tests.chaos.audit import Admin
 from tests.chaos.proxy import Point, proxied
@@ -25,6 +26,7 @@ from tests.handles import Hand
 def stage(dsn: str, hand: Hand, admin: Admin, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     for name in ("REAP_EVERY", "REPORT_EVERY", "EXPIRE_EVERY"):
         monkeypatch.setattr(pgworker.maintenance, name, timedelta(seconds=0.1))
+    monkeypatch.setattr(pgworker.retention, "PRUNE_EVERY", timedelta(seconds=0.1))
     monkeypatch.setattr(pgworker.waits, "POLL_SECONDS", 0.1)
     with proxied(dsn) as proxy:
         stage = Stage(proxy, hand, admin)

@@ -175,7 +175,7 @@ async def test_sixteen_events_whose_acknowledgement_is_lost_are_sixteen_when_the
     far_app.declare("work", payload=int)
     flow = put_jobs(TABLES, far_app.kinds["work"], [NewJob(number) for number in range(16)], if_pending="replace")
     statement = next(flow)
-    proxy.set_trap(recognize("insert_jobs"), point)
+    proxy.set_trap(recognize("insert_events"), point)
     async with await psycopg.AsyncConnection.connect(proxy.dsn, autocommit=True) as first:
         with pytest.raises(psycopg.OperationalError):
             await send(first, statement)

@@ -185,3 +185,47 @@ def test_without_a_database_or_a_schema_a_verb_says_so(make_dsn: MakeDsn, verb: 
     empty = invoke(name, "work", *rest, dsn=make_dsn())
     assert empty.code == 5
     assert "migrate" in empty.err
+
+
+# --- prune ----------------------------------------------------------------------------------------------------------
+
+PRUNED = (
+    JOBS
+    + """
+@app.kind("kept", keep=-1)
+async def kept(job: Job[int]) -> None: ...
+
+app.declare("elsewhere")
+app.declare("own", queue=TableQueue("public.things", **{name: name for name in (
+    "key", "revision", "state", "token", "lease_expires_at", "ready_at", "attempts")}))
+"""
+)
+
+
+@pytest.mark.ruling("2.28")
+def test_prune_does_what_workers_would_do_and_says_how_much(
+    dsn: str, hand: Hand, admin: Admin, jobs_app: str, tmp_path: Path
+) -> None:
+    (tmp_path / "verb_jobs.py").write_text(PRUNED.replace("import App, Job", "import App, Job, TableQueue"))
+    for hand.kind in ("work", "kept", "elsewhere"):
+        for key in (None, None, "k"):
+            hand.enqueue(key, payload=1)
+            hand.finish(hand.claim()[0], "1")
+    admin.execute("update pgworker.jobs set finished_at = finished_at - interval '8 days'")
+    admin.execute(
+        "insert into pgworker.facts (at, job_id, generation, attempts, kind, key, revision, what)"
+        " values (clock_timestamp() - interval '31 days', 1, 1, 0, 'any', 'k', '', 'enqueued')"
+    )
+    named = invoke("prune", "kept", "--app", jobs_app, dsn=dsn)
+    assert named == (0, "deleted 0 jobs, the payloads of 0 keyed ones, and 0 facts\n", "")
+    every = invoke("prune", "--app", jobs_app, dsn=dsn)
+    assert every == (0, "deleted 2 jobs, the payloads of 1 keyed ones, and 1 facts\n", "")
+    again = invoke("prune", "work", "--app", jobs_app, "--json", dsn=dsn)
+    assert json.loads(again.out) == {"jobs": 0, "payloads": 0, "facts": 0}
+    assert admin.execute("select count(*) from pgworker.jobs").fetchone() == (7,)
+    assert [invoke("prune", kind, "--app", jobs_app, dsn=dsn).code for kind in ("elsewhere", "own", "nobody")] == [
+        2,
+        2,
+        3,
+    ]
+    assert invoke("prune", "work", dsn=dsn).code == 2

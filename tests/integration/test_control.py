@@ -578,7 +578,8 @@ async def test_a_table_that_somebody_locks_costs_no_lease_in_another(
     sent_at = time.monotonic()
     ours, theirs = hand.claim(2, ttl_seconds=3)
     for claim, renewals in ((theirs, Theirs()), (ours, JobsRenewals(TABLES))):
-        keeper.hold(claim, lease, renewals, sent_at=sent_at, stop=lambda _, key=claim.key: told.append(key))  # type: ignore[misc]
+        (held,) = keeper.hold([claim], lease, renewals, sent_at=sent_at)
+        held.listen(lambda _, key=claim.key: told.append(key))  # type: ignore[misc]
     async with anyio.create_task_group() as group:
         try:
             with admin.transaction():

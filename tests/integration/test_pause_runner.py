@@ -12,8 +12,9 @@ import pytest
 
 from pgworker import App, Job, Pause, Retry
 from pgworker.claimer import Claimer, Taken
+from pgworker.ending import Ending
 from pgworker.events import JobSettled, RunnerTrouble
-from pgworker.finisher import Ending, Finisher
+from pgworker.finisher import Finisher
 from pgworker.job import Claim
 from pgworker.operations import pause_kind, resume_kind
 from pgworker.queue import JobsTable
@@ -190,9 +191,11 @@ async def test_no_call_begins_while_the_job_that_asked_for_the_pause_is_being_wr
 @pytest.mark.parametrize("order", ["pause, then the others", "the others, then the pause"])
 async def test_the_status_is_paused_whatever_becomes_of_the_siblings(app: App, order: str) -> None:
     gates = [anyio.Event() for _ in range(3)]
+    begun: list[int] = []
 
     @app.kind("work", concurrency=3)
     async def work(job: Job[int]) -> Pause | Retry | None:
+        begun.append(job.payload)
         await gates[job.payload].wait()
         outcomes: list[Pause | Retry | None] = [Pause(60, "down"), Retry(code="upstream"), None]
         return outcomes[job.payload]
@@ -201,6 +204,9 @@ async def test_the_status_is_paused_whatever_becomes_of_the_siblings(app: App, o
     seen = Recorder(app)
     await app.enqueue_many("work", jobs(3))
     async with running(app.worker()) as worker:
+        with anyio.fail_after(10):
+            while len(begun) < 3:  # noqa: ASYNC110 - a list has no event
+                await anyio.sleep(0.01)
         for count, number in enumerate(sequence, start=1):
             gates[number].set()
             await seen.count(JobSettled, count)

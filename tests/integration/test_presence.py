@@ -17,7 +17,8 @@ from pgworker import App, Job
 from pgworker.db import Database
 from pgworker.events import JobSettled
 from pgworker.maintenance import REPORT_EVERY
-from pgworker.statements import Presence, Statement, forget_runners, list_runners, report_runners
+from pgworker.presence import Presence, forget_runners, list_runners, report_runners
+from pgworker.statements import Statement
 from tests.handles import Hand, Recorder, running
 
 Admin: TypeAlias = psycopg.Connection[Any]

@@ -534,6 +534,30 @@ async def test_status_tells_what_happened(app: App) -> None:
     assert worker.status()["work"].lifecycle == "stopped"
 
 
+@pytest.mark.contract("A24", "A62")
+async def test_without_observers_the_counts_are_the_same(app: App, admin: Admin) -> None:
+    gate = Gate()
+
+    @app.kind("work", concurrency=10)
+    async def work(job: Job[int]) -> int:
+        await gate.pass_through()
+        return job.payload
+
+    await app.enqueue_many("work", jobs(9))
+    await app.enqueue("work", 9, key="k", revision="r1")
+    async with running(app.worker()) as worker:
+        await gate.until(10)
+        await app.enqueue("work", 10, key="k", revision="r2")
+        gate.open()
+        with anyio.fail_after(10):
+            while worker.status()["work"].succeeded + worker.status()["work"].superseded < 11:  # noqa: ASYNC110 - no events
+                await anyio.sleep(0.01)
+        status = worker.status()["work"]
+    assert (status.claimed, status.succeeded, status.superseded, status.in_flight) == (11, 10, 1, 0)
+    assert status.last_success_at is not None
+    assert row(admin, "k")["revision"] == "r2"
+
+
 @pytest.mark.contract("A24")
 async def test_superseded_is_no_error(app: App, admin: Admin) -> None:
     gate = Gate()

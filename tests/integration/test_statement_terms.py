@@ -13,7 +13,9 @@ import psycopg
 import pytest
 
 from pgworker.job import Claim
+from pgworker.operations import count_jobs
 from pgworker.outcome import Settlement
+from pgworker.presence import forget_runners, list_runners, report_runners
 from pgworker.statements import (
     BEGINNING,
     Cursor,
@@ -22,11 +24,7 @@ from pgworker.statements import (
     Reaped,
     check_fence,
     claim_jobs,
-    count_jobs,
-    forget_runners,
-    list_runners,
     reap_expired,
-    report_runners,
     survey_lanes,
 )
 from tests.handles import RETRY, Hand, age, copy_of, everything, row

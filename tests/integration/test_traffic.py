@@ -134,10 +134,10 @@ def test_hints_are_sent_by_no_connection_that_somebody_commits_on_and_are_few(pr
             thread.join()
     seconds = time.monotonic() - began
     # (closing has sent the last hint)
-    enqueuing = {pid for pid, text in proxy.sent if recognize("insert_jobs")(text)}
+    enqueuing = {pid for pid, text in proxy.sent if recognize("insert_events")(text)}
     hinting = [pid for pid, text in proxy.sent if b"pg_notify" in text.lower() or b"notify " in text.lower()[:20]]
     assert len(enqueuing) >= clients
     assert hinting
     assert not enqueuing & set(hinting), "a commit of somebody's waits in the line of those who notify"
-    assert count(proxy, "insert_jobs") == 2 * clients * each
+    assert count(proxy, "insert_events") == 2 * clients * each
     assert len(hinting) <= seconds / 0.01 + 2  # whatever comes within 10 ms goes together

@@ -43,6 +43,7 @@ class OldWorker:
             {
                 "kind": "work",
                 "keys": [key],
+                "events": [False],
                 "revisions": [revision],
                 "classes": [0],
                 "priorities": [0],

@@ -83,7 +83,7 @@ CODE: Final = {
         ),
         Code(
             "pgworker.client",
-            ("_OPTION_TYPES", "_check_options", "_wrong_type", "_seconds", "_in_callers_order"),
+            ("_OPTION_TYPES", "_check_options", "_wrong_type", "_seconds", "in_callers_order"),
             ("tests/unit/test_enqueue_options.py", "tests/unit/test_decisions.py", "tests/integration/test_enqueue.py"),
         ),
         Code(

@@ -16,6 +16,7 @@ import psycopg
 import pytest
 
 from pgworker import operations
+from pgworker.client import event_key
 from pgworker.job import Claim
 from pgworker.outcome import Success
 from pgworker.statements import (
@@ -25,6 +26,7 @@ from pgworker.statements import (
     Statement,
     claim_jobs,
     finish_jobs,
+    insert_events,
     insert_jobs,
     reap_expired,
     renew_leases,
@@ -193,6 +195,11 @@ def insert(count: int) -> Statement[Any]:
     return insert_jobs(TABLES, "work", rows, version=1, keep=False)
 
 
+def insert_of_events(count: int) -> Statement[Any]:
+    rows = [Insert(event_key(), "", 0, 0, 0.0, None, None, "{}") for _ in range(count)]
+    return insert_events(TABLES, "work", rows, version=1, facts=2)
+
+
 def fenced(name: str, claims: list[Claim]) -> Statement[Any]:
     match name:
         case "finish_jobs":
@@ -234,6 +241,27 @@ def test_an_insert_planned_on_the_empty_table_probes_once_a_key(hand: Hand, admi
         assert plan.filtered <= 2 * 100  # what was seen of each key is asked for twice: is it unchanged, may it rise
         assert plan.rows <= 100
     assert hand.claim(1)
+
+
+@pytest.mark.ruling("0.3")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("analyzed", [False, True])
+@pytest.mark.parametrize("size", ["empty", "young", "big"])
+def test_an_insert_of_events_looks_nothing_up(
+    admin: Admin,
+    explainer: Explainer,
+    size: str,
+    analyzed: bool,  # noqa: FBT001 - a parameter of the table of cases
+) -> None:
+    without_autovacuum(admin)
+    kept = explainer.prepare(insert_of_events(1))
+    fill(admin, **TABLE_SIZES[size])
+    if analyzed:
+        admin.execute("analyze pgworker.jobs")
+    events = insert_of_events(100)
+    for plan in (explainer.prepared(kept, events), explainer.fresh(events)):
+        assert not [node for node in plan.nodes() if "Relation Name" in node and node["Node Type"] != "ModifyTable"]
+        assert plan.pages <= 30 * 100 + 100  # to put it into the table and three indexes
 
 
 @pytest.mark.timeout(120)

@@ -184,7 +184,7 @@ class Stress:
             puts: dict[str, Put] = mine.send(insert_jobs(mine.tables, mine.kind, missing, version=1, keep=keep))
             for put in puts.values():
                 self.book.counts[put.status] += 1
-            written += [(put.transaction, put.key) for put in puts.values() if put.transaction]
+            written += [(put.transaction, key) for key, put in puts.items() if put.transaction]
             missing = [row for row in missing if row.key not in puts]
             self.book.counts["sent again"] += len(missing)
         return written

@@ -18,6 +18,7 @@ COMMANDS = [
     "forget",
     "pause",
     "resume",
+    "prune",
     "bench",
     "demo",
 ]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import psycopg
 import pytest
@@ -17,10 +20,12 @@ from pgworker.cli.errors import report_internal, reported
 from pgworker.cli.logs import LogLevel, log_to_stderr
 from pgworker.cli.output import age, one_line, plain, print_json
 from pgworker.cli.report import make_report
+from pgworker.cli.run import has_uvloop
 from pgworker.cli.signals import stop_seconds
 from pgworker.kind import Kind, declare_kind
+from pgworker.operations import KindCount
 from pgworker.policy import make_policy
-from pgworker.statements import KindCount, Presence
+from pgworker.presence import Presence
 
 
 @pytest.mark.parametrize(
@@ -201,3 +206,13 @@ def test_json_is_readable_and_cannot_steer_a_terminal(capsys: pytest.CaptureFixt
     assert all(letter.isprintable() for line in printed.split("\n") for letter in line)
     assert "caf\u00e9 \u9b31" in printed
     assert json.loads(printed) == hurtful
+
+
+def test_uvloop_is_used_where_it_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "uvloop", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    assert not has_uvloop()
+    (tmp_path / "uvloop.py").touch()
+    importlib.invalidate_caches()
+    assert has_uvloop()

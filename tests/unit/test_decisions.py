@@ -148,13 +148,13 @@ def test_options_at_their_limits() -> None:
     for priority in (-32_767, 32_767):
         assert sent(priority=priority)["priorities"] == [priority]
     assert sent(max_attempts=1)["max_attempts"] == [1]
-    assert sent(delay=0)["delays"] == sent(delay=None)["delays"] == [0.0]
+    assert sent(delay=0)["delays"] == sent(delay=None)["delays"] == []
     assert sent(delay=timedelta(seconds=2))["delays"] == sent(delay=2)["delays"] == [2.0]
     instant = datetime(2030, 1, 1, tzinfo=UTC)
-    assert (sent(ready_at=instant)["ready_ats"], sent()["ready_ats"]) == ([instant], [None])
+    assert (sent(ready_at=instant)["ready_ats"], sent()["ready_ats"]) == ([instant], [])
     assert sent(key="k", revision="r")["revisions"] == ["r"]
-    assert sent(key="k")["revisions"] == [""]
-    assert (sent()["classes"], sent(urgency="catch_up")["classes"]) == ([0], [1])
+    assert sent(key="k")["revisions"] == []
+    assert (sent()["classes"], sent(urgency="catch_up")["classes"]) == ([], [1])
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_of_equal_keys_the_last_one_has_the_status() -> None:
     flow = put_jobs(TableMap(), untyped("work"), jobs, if_pending="replace")
     assert next(flow).parameters["keys"] == ["other", "k"], "it stands where it was asked for"
     with pytest.raises(StopIteration) as end:
-        flow.send({key: Put(key, "created", "pending", "1") for key in ("k", "other")})
+        flow.send({key: Put("created", "pending", "1") for key in ("k", "other")})
     assert [(put.key, put.revision, put.status) for put in end.value.value.enqueued] == [
         ("k", "r3", "replaced"), ("other", None, "created"), ("k", "r3", "created")
     ]  # fmt: skip
@@ -221,30 +221,35 @@ PRESET_VALUES = {
         lease=Lease(15 * SECOND, 5 * SECOND), max_attempts=10, max_evictions=5,
         backoff=Backoff(SECOND, 10 * MINUTE, "symmetric", 0.2), stop=Stop("drain", 25 * SECOND), panic="retry",
         facts="exceptional", weights=(4, 1), singly=False, supersede="now", results="poll", result_ttl=None,
+        keep=timedelta(days=7), keep_failed=timedelta(days=30),
     ),
     "content": Policy(
         concurrency=2, batch=64, window=timedelta(seconds=0.25), poll=SECOND, timeout=2 * MINUTE,
         lease=Lease(770 * SECOND, None), max_attempts=3, max_evictions=5,
         backoff=Backoff(SECOND, MINUTE, "additive", 0.2), stop=Stop("release", None), panic="permanent",
         facts="none", weights=(4, 1), singly=False, supersede="now", results="poll", result_ttl=None,
+        keep=timedelta(days=7), keep_failed=timedelta(days=30),
     ),
     "pool": Policy(
         concurrency=2, batch=64, window=timedelta(seconds=0.25), poll=SECOND, timeout=10 * MINUTE,
         lease=Lease(2 * MINUTE, 30 * SECOND), max_attempts=3, max_evictions=5,
         backoff=Backoff(2 * SECOND, 5 * MINUTE, "none", 0.2), stop=Stop("drain", None), panic="retry",
         facts="all", weights=(4, 1), singly=False, supersede="now", results="poll", result_ttl=None,
+        keep=timedelta(days=7), keep_failed=timedelta(days=30),
     ),
     "simple": Policy(
         concurrency=5, batch=64, window=timedelta(seconds=0.25), poll=10 * SECOND, timeout=None,
         lease=Lease(5 * MINUTE, 100 * SECOND), max_attempts=10, max_evictions=5,
         backoff=Backoff(SECOND, 10 * MINUTE, "symmetric", 0.2), stop=Stop("drain", None), panic="retry",
         facts="none", weights=(4, 1), singly=False, supersede="now", results="poll", result_ttl=None,
+        keep=timedelta(days=7), keep_failed=timedelta(days=30),
     ),
     "dispatch": Policy(
         concurrency=10, batch=64, window=timedelta(seconds=0.25), poll=SECOND, timeout=None,
         lease=Lease(30 * SECOND, 10 * SECOND), max_attempts=10, max_evictions=5,
         backoff=Backoff(SECOND, MINUTE, "full", 0.2), stop=Stop("drain", 30 * SECOND), panic="retry",
         facts="all", weights=(4, 1), singly=False, supersede="now", results="poll", result_ttl=None,
+        keep=timedelta(days=7), keep_failed=timedelta(days=30),
     ),
 }  # fmt: skip
 
@@ -263,6 +268,8 @@ ALLOWED: dict[str, list[Any]] = {
     "poll": [TICK, LONGEST],
     "timeout": [None, TICK, LONGEST],
     "result_ttl": [None, TICK, LONGEST],
+    "keep": [None, TICK, LONGEST],
+    "keep_failed": [None, TICK, LONGEST],
     "max_attempts": [None, 1],
     "max_evictions": [None, 1],
     "weights": [(0, 1), (1, 0), (MAX_BATCH, MAX_BATCH)],
@@ -278,6 +285,8 @@ REFUSED: dict[str, list[Any]] = {
     "poll": [timedelta(0), LONGEST + TICK],
     "timeout": [timedelta(0), LONGEST + TICK],
     "result_ttl": [timedelta(0), LONGEST + TICK],
+    "keep": [timedelta(0), LONGEST + TICK],
+    "keep_failed": [timedelta(0), LONGEST + TICK],
     "max_attempts": [0],
     "max_evictions": [0],
     "weights": [(0, 0), (-1, 2), (2, -1), (MAX_BATCH + 1, 0), (0, MAX_BATCH + 1), [1, 1], (1,), (1, 1, 1), (1.0, 1)],

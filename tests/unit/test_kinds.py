@@ -73,7 +73,8 @@ def test_bare_payloads_for_enqueue_many() -> None:
     bare: Any = [{"to": "ada"}]
     with pytest.raises(ConfigError, match=r"takes NewJob objects, got dict"):
         next(put_jobs(TableMap(), untyped("work"), bare, if_pending="replace"))
-    assert next(put_jobs(TableMap(), untyped("work"), [NewJob(1)], if_pending="replace")).name == "insert_jobs"
+    assert next(put_jobs(TableMap(), untyped("work"), [NewJob(1)], if_pending="replace")).name == "insert_events"
+    assert next(put_jobs(TableMap(), untyped("work"), [NewJob(1, "k")], if_pending="replace")).name == "insert_jobs"
 
 
 def test_the_waits_of_outcomes_are_timedeltas_or_seconds() -> None:

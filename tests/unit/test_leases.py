@@ -67,7 +67,9 @@ class Bench(LeaseKeeper):
         def stop(cause: Cause) -> None:
             self.causes.append((key, cause))
 
-        return self.hold(claim, lease, Table(table), sent_at=sent_at, stop=stop)
+        (held,) = self.hold([claim], lease, Table(table), sent_at=sent_at)
+        held.listen(stop)
+        return held
 
     def answer(self, held: Held, verdict: Verdict, *, cancel: bool = False) -> None:
         self.verdicts[held.claim.id] = Renewal(verdict, cancel)
@@ -257,7 +259,7 @@ def test_a_server_that_cannot_be_reached_is_tried_once_for_all_tables(keeper: Be
     keeper.unreachable = False
     keeper.now += 0.5
     assert len(keeper.turn()) == 2
-    assert (one.told, two.told) == (False, False)
+    assert (one.cause, two.cause) == (None, None)
 
 
 @pytest.mark.ruling("1.19")

@@ -165,3 +165,39 @@ def test_a_policy_that_waits_for_nothing_is_refused() -> None:
         Stop("later")  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
         Lease.cover(timedelta(0))
+
+
+@pytest.mark.ruling("2.1")
+def test_for_how_long_a_kind_keeps_its_jobs() -> None:
+    app = App("")
+
+    def kept(name: str, **options: Any) -> tuple[timedelta | None, timedelta | None]:
+        @app.kind(name, **options)
+        async def handler(job: Job[None]) -> None: ...
+
+        policy = app.kinds[name].policy
+        return policy.keep, policy.keep_failed
+
+    week, month = timedelta(days=7), timedelta(days=30)
+    assert kept("default") == kept("zero", keep=0, keep_failed=timedelta(0)) == (week, month)
+    assert kept("seconds", keep=60, keep_failed=0.5) == (timedelta(minutes=1), timedelta(seconds=0.5))
+    assert kept("duration", keep=timedelta(days=1)) == (timedelta(days=1), month)
+    assert kept("forever", keep=-1, keep_failed=-1) == (None, None)
+    for wrong in (-2, -0.5, timedelta(seconds=-1), timedelta(days=3651)):
+        with pytest.raises(ConfigError, match="keep must"):
+            kept("wrong", keep=wrong)
+        with pytest.raises(ConfigError, match="keep_failed must"):
+            kept("wrong", keep_failed=wrong)
+
+
+@pytest.mark.ruling("1.15")
+def test_nothing_is_claimed_ahead_unless_it_is_asked_for_and_then_a_lease_covers_the_wait_as_well() -> None:
+    assert {policy.prefetch for policy in PRESETS.values()} == {0}
+    assert make_policy("standard", {"prefetch": 100}).prefetch == 100
+    for wrong in (-1, 10_001):
+        with pytest.raises(ConfigError, match="prefetch"):
+            make_policy("standard", {"prefetch": wrong})
+    alone = make_policy("content", {})
+    assert make_policy("content", {"prefetch": 1}).lease == Lease.cover(2 * alone.lease.ttl)
+    with pytest.raises(ConfigError, match="at least 1540 s"):
+        make_policy("content", {"prefetch": 1, "lease": Lease.cover(1539 * SECOND)})

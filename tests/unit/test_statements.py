@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from pgworker import operations, statements
+from pgworker import operations, presence, statements
 from pgworker.job import Claim
 from pgworker.outcome import Settlement, Success
 from pgworker.statements import BEGINNING, Insert, Lane, Statement
@@ -26,6 +26,7 @@ BUILT: dict[str, Statement[Any]] = {
     statement.name: statement
     for statement in (
         statements.insert_jobs(TABLES, "work", [Insert("k", "r", 0, 0, 0.0, None, None, "1")], version=1, keep=False),
+        statements.insert_events(TABLES, "work", [Insert("k", "", 0, 0, 0.0, None, None, "1")], version=1),
         statements.survey_lanes(TABLES, ["work"]),
         statements.claim_jobs(
             TABLES, LANE, limit=1, token=uuid4(), runner="r", ttl_seconds=1.0, max_evictions=None, version=1
@@ -35,10 +36,10 @@ BUILT: dict[str, Statement[Any]] = {
         statements.renew_leases(TABLES, [(CLAIM, 1.0)]),
         statements.reap_expired(TABLES, LANE, limit=1, ttl_seconds=1.0, max_evictions=5, after=BEGINNING),
         statements.check_fence(TABLES, CLAIM),
-        statements.report_runners(TABLES, "r", {"work": "{}"}, release="1"),
-        statements.forget_runners(TABLES, "r"),
-        statements.list_runners(TABLES),
-        statements.count_jobs(TABLES, bound=1),
+        presence.report_runners(TABLES, "r", {"work": "{}"}, release="1"),
+        presence.forget_runners(TABLES, "r"),
+        presence.list_runners(TABLES),
+        operations.count_jobs(TABLES, bound=1),
         operations.find_job(TABLES, "work", "k"),
         operations.list_ended(TABLES, "work", "failed", after=operations.BEGINNING, until=None, code=None, limit=1),
         operations.list_pending(TABLES, LANE, after=operations.BEGINNING, limit=1),
@@ -52,6 +53,8 @@ BUILT: dict[str, Statement[Any]] = {
         operations.wait_briefly(TABLES, 0.01),
         operations.current_transaction(TABLES),
         operations.read_results(TABLES, [("work", "k")]),
+        operations.prune_jobs(TABLES, [operations.Shelf("work", "succeeded", 1.0)], limit=1),
+        operations.prune_facts(TABLES, keep_seconds=1.0, after=0, limit=1),
         operations.expire_results(TABLES, "work", "succeeded", ttl_seconds=1.0, after=operations.BEGINNING, limit=1),
     )
 }
