@@ -160,7 +160,7 @@ async def go_through_an_outage(app: App, admin: Admin, *, seconds: float, pause:
         await seen.wait(lambda: worker.status()["work"].succeeded == sent, within=pause + 20)
         after = worker.status()["work"]
     assert sent > before + seconds * 2, "the outage held up who enqueues"
-    assert waiting.pending == unfinished
+    assert abs(waiting.pending - unfinished) <= 1  # (one may be committed, and not counted yet)
     assert waiting.ready >= unfinished - 4  # (what is being run, and what has just been given back)
     assert waiting.oldest_seconds is not None
     assert waiting.oldest_seconds >= seconds / 4
