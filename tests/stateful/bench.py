@@ -47,7 +47,10 @@ _TIME_PASSES = """
 update pgworker.jobs set ready_at = ready_at - %(by)s, lease_expires_at = lease_expires_at - %(by)s,
     not_before = not_before - %(by)s
 where kind = %(kind)s"""
-_STRANGERS = "select string_agg(j::text, ';' order by j.id) from pgworker.jobs j where kind = 'stranger'"
+_STRANGERS = """
+select string_agg(j::text || coalesce(r::text, ''), ';' order by j.id)
+from pgworker.jobs j left join pgworker.results r using (kind, key) where kind like 'stranger%'"""
+_EXPIRE = "update pgworker.jobs set lease_expires_at = clock_timestamp() where kind = %s and key = %s"
 
 
 @dataclass
@@ -77,12 +80,17 @@ class Bench:
         return found[0]
 
     def _make_strangers(self) -> None:
-        """Jobs of another kind with the same keys: one is ready, one runs, of one the lease has run out."""
+        """Jobs of other kinds with the same keys: all have ended; or: ready, runs, its lease has run out."""
+        self.hand.kind = "stranger.ended"
+        for key in KEYS:
+            self.hand.enqueue(key)
+        for claim in self.hand.claim(len(KEYS)):
+            self.hand.finish(claim, '"its result"')
         self.hand.kind = "stranger"
         for key in KEYS:
             self.hand.enqueue(key)
         self.hand.claim(2, ttl_seconds=1e9)
-        self.admin.execute("update pgworker.jobs set lease_expires_at = clock_timestamp() where key = 'b'")
+        self.admin.execute(_EXPIRE, ["stranger", "b"])
 
     def clock(self) -> datetime:
         """The database's."""
