@@ -111,6 +111,8 @@ class Enqueues(Machine):
         unique = [job for job in jobs if last[job.key] is job]
         for job in unique:
             self.hit("put", self.model.state(job.key), self._revision_case(job), "keep" if keep else "replace")
+            if (row := self.model.rows.get(job.key)) is not None:
+                self.hit("put", _sort(event=row.event), "by", _sort(event=job.event))
         level = self.model.level
         if door == "function":  # it does not know the kind's level: it tells of what was superseded, and no more
             self.model.level = "all"
@@ -166,6 +168,10 @@ class Enqueues(Machine):
         ).fetchone()  # fmt: skip
         assert found is not None
         return {str(found[0]): (str(found[1]), self.model.rows[job.key].state)}
+
+
+def _sort(*, event: bool) -> str:
+    return "event" if event else "keyed"
 
 
 def _insert(job: Wanted) -> sql.Insert:

@@ -49,7 +49,7 @@ class Table:
         if row is None:
             return "absent"
         if row.state != "pending":
-            return ("pruned " if row.payload is None else "") + row.state
+            return "pruned" if row.payload is None else row.state
         if row.token is None:
             return "ready" if self.due(row) else "scheduled"
         return ("" if self.live(row) else "expired ") + ("cancelling" if row.cancel_requested_at else "running")

@@ -11,7 +11,7 @@ Hit: TypeAlias = tuple[str, ...]
 
 STATES = (
     "ready", "scheduled", "running", "cancelling", "expired running", "expired cancelling", "succeeded", "failed",
-    "cancelled", "pruned succeeded", "pruned cancelled",
+    "cancelled", "pruned",
 )  # fmt: skip
 REVISIONS = ("same", "new", "first", "none", "no longer")
 """What the enqueue gives against what the row has: the same revision, another, one where there was none, none on
@@ -32,7 +32,7 @@ RULES_OF_KEYS = (
 RULES_OF_CLAIMS = ("complete", "fail", "give_back", "renew", "look", "check_fence")
 PRUNED = (
     *product(("succeeded", "failed", "cancelled"), ("event", "keyed")),
-    *product(("pruned succeeded", "pruned cancelled"), ("keyed",)),
+    ("pruned", "keyed"),
 )
 """What retention may come across among what has ended."""
 RULES_OF_LANES = ("claim", "reap", "survey")
@@ -47,8 +47,12 @@ def expected() -> Iterator[Hit]:
     for keep in ("replace", "keep"):
         yield from (("put", "absent", revision, keep) for revision in ("first", "none"))
         yield from (("put", *cell, keep) for cell in product(STATES, REVISIONS))
+    yield from (("put", old, "by", new) for old, new in product(("event", "keyed"), repeat=2))
     yield from (("outcome", *pair) for pair in product(OUTCOMES, VERDICTS))
-    yield from (("rule", *pair) for pair in product((*RULES_OF_KEYS, *RULES_OF_CLAIMS), ("absent", *STATES)))
+    yield from (("rule", *pair) for pair in product(RULES_OF_KEYS, ("absent", *STATES)))
+    # (to one that has lost its row, a pruned row is as any that has ended)
+    yield from (("rule", *pair) for pair in product(RULES_OF_CLAIMS, ("absent", *STATES)) if pair[1] != "pruned")
+    yield from (("answer", *pair) for pair in product(("retry", "rebuild"), ("done", "passed", "pruned")))
     yield from (("rule", *pair) for pair in product(RULES_OF_LANES, STATES))
     yield from (("rule", "crash", state) for state in ("running", "cancelling"))
     yield from (("rule", *pair) for pair in product(("age", "prune"), STATES))
