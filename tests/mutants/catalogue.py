@@ -77,6 +77,7 @@ CODE: Final = {
                 "_simple",
                 "_dispatch",
                 "PRESETS",
+                "_MAY_BE_UNLIMITED",
                 "make_policy",
             ),
             ("tests/unit/test_policy.py", "tests/unit/test_decisions.py"),
