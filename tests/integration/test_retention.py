@@ -449,6 +449,8 @@ def test_facts_go_after_thirty_days_from_the_beginning_of_the_journal(
     tell(admin, 40, 39, 38)
     assert clear(hand, retention) == (0, 0, 3)
     assert clear(hand, retention) == (0, 0, 0)
+    tell(admin, 40)
+    assert clear(hand, retention) == (0, 0, 1), "an empty page, or another's turn, loses no place"
 
 
 def test_a_page_of_facts_begins_after_an_id_and_is_one_process_turn(hand: Hand, other: Hand, admin: Admin) -> None:
