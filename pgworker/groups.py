@@ -176,7 +176,7 @@ class Groups:
         loop = asyncio.get_running_loop()
         call = Call(order, loop.create_future())
         if len(order.rows) > MAX_ROWS or call.size > MAX_BYTES:
-            done: Done = {}
+            done = Done()
             await self._send([call], done, self._alone)
             return in_callers_order(order, done)
         line = self._lines.setdefault((order.kind.name, order.keep and not order.events, order.events), Line())
@@ -217,7 +217,7 @@ class Groups:
                 for call in calls:
                     if call.timer is not None:
                         call.timer.cancel()
-                await self._flush(line, calls, {})
+                await self._flush(line, calls, Done())
                 if line.waiting:  # those that have just been answered may come again: let them join
                     await anyio.lowlevel.cancel_shielded_checkpoint()
         except asyncio.CancelledError:
@@ -247,7 +247,7 @@ class Groups:
 
     def _try_again(self, line: Line, calls: Sequence[Call], done: Done) -> Sequence[Call]:
         """Start flushes for both halves, or for one call alone; returns the calls that need none."""
-        ended = [call for call in calls if call.answer.done() or all(row.key in done for row in call.order.rows)]
+        ended = [call for call in calls if call.answer.done() or done.covers(call.order)]
         _answer(ended, done)
         apart = line.part([call for call in calls if call not in ended])
         middle = (len(apart) + 1) // 2
@@ -272,7 +272,7 @@ class Groups:
             except Exception:  # noqa: BLE001 - what says that nothing was sent would be wrong: the first may be written
                 raise error from None
         if like.events or transaction is not None:
-            self._committed(like.kind.name, any(put.status == "superseded" for _, put in done.values()))
+            self._committed(like.kind.name, any(put.status == "superseded" for put in done.puts.values()))
 
 
 def _give_up(call: Call) -> None:

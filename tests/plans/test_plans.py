@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 from uuid import uuid4
 
@@ -16,7 +17,7 @@ import psycopg
 import pytest
 
 from pgworker import operations
-from pgworker.client import event_key
+from pgworker.client import event_keys
 from pgworker.job import Claim
 from pgworker.outcome import Success
 from pgworker.statements import (
@@ -196,7 +197,7 @@ def insert(count: int) -> Statement[Any]:
 
 
 def insert_of_events(count: int) -> Statement[Any]:
-    rows = [Insert(event_key(), "", 0, 0, 0.0, None, None, "{}") for _ in range(count)]
+    rows = [Insert(key, "", 0, 0, 0.0, None, None, "{}") for key in islice(event_keys(), count)]
     return insert_events(TABLES, "work", rows, version=1, facts=2)
 
 
