@@ -14,7 +14,7 @@ from pgworker.errors import ConfigError, PayloadError, PgworkerError
 from pgworker.job import URGENCIES, Enqueued, IfPending, NewJob
 from pgworker.kind import Kind
 from pgworker.payload import check_key, check_revision
-from pgworker.statements import FACTS, Insert, Put, Statement, insert_events, insert_jobs
+from pgworker.statements import FACTS, Insert, Put, Statement, insert_events, insert_jobs, insert_missing_events
 from pgworker.tablemap import TableMap
 
 _ROUNDS = 5
@@ -90,14 +90,15 @@ def put_jobs(tables: TableMap, kind: Kind, jobs: Sequence[NewJob], *, if_pending
     return PutMany(in_callers_order(order, done), transaction)
 
 
-def put_orders(tables: TableMap, orders: Sequence[Order], done: Done) -> Flow[str | None]:
+def put_orders(tables: TableMap, orders: Sequence[Order], done: Done, *, again: bool = False) -> Flow[str | None]:
     """Put the orders of several calls, alike in kind, `keep` and `events`, as put_jobs does those of one.
 
     What is put is noted in `done`, and what is noted there is not put again: after an error in between, the rest of the
-    orders, or a part of them, may be. Returns the id of a transaction that wrote, if one did.
+    orders, or a part of them, may be. Returns the id of a transaction that wrote, if one did. `again`: events that have
+    been sent without an answer, so that they may be there.
     """
     if orders[0].events:
-        return (yield from _put_events(tables, orders, done))
+        return (yield from _put_events(tables, orders, done, again=again))
     wanted: dict[str, Insert] = {}
     for order in orders:
         for row in order.rows:
@@ -119,21 +120,25 @@ def put_orders(tables: TableMap, orders: Sequence[Order], done: Done) -> Flow[st
     return transaction
 
 
-def _put_events(tables: TableMap, orders: Sequence[Order], done: Done) -> Flow[str | None]:
+def _put_events(tables: TableMap, orders: Sequence[Order], done: Done, *, again: bool) -> Flow[str | None]:
     """As put_orders: each key is another, and one statement does for all."""
     missing = [row for order in orders for row in order.rows if row.key not in done.puts]
     if not missing:
         return None
-    puts: dict[str, Put] = yield _insert(tables, orders[0], missing)
+    kind = orders[0].kind
+    puts: dict[str, Put]
+    if again or kind.policy.facts == "all":
+        facts = FACTS[kind.policy.facts]
+        puts = yield insert_missing_events(tables, kind.name, missing, version=kind.version, facts=facts)
+    else:
+        puts = yield insert_events(tables, kind.name, missing, version=kind.version)
     done.puts.update(puts)
     return puts[missing[0].key].transaction
 
 
 def _insert(tables: TableMap, like: Order, rows: Sequence[Insert]) -> Statement[dict[str, Put]]:
-    """The statement for rows of such orders."""
+    """The statement for rows of such orders, which have keys of the caller's."""
     kind, facts = like.kind, FACTS[like.kind.policy.facts]
-    if like.events:
-        return insert_events(tables, kind.name, rows, version=kind.version, facts=facts)
     wait = kind.policy.supersede == "wait"
     return insert_jobs(tables, kind.name, rows, version=kind.version, keep=like.keep, wait=wait, facts=facts)
 

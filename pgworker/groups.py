@@ -151,9 +151,9 @@ class Groups:
     jobs were superseded.
 
     When the answer of a flush is lost, with the connection, events are sent once more: their keys were made for them,
-    so it adds nothing to what was written. Jobs with keys of the caller's are not: without a revision that would put
-    them anew, although the first may have run since; with one it would take back what others have put meanwhile, and
-    answer `unchanged` for what was created. Their callers get the error, and know better.
+    so insert_missing_events adds nothing to what was written. Jobs with keys of the caller's are not: without a
+    revision that would put them anew, although the first may have run since; with one it would take back what others
+    have put meanwhile, and answer `unchanged` for what was created. Their callers get the error, and know better.
     """
 
     def __init__(
@@ -268,7 +268,8 @@ class Groups:
                 raise
             left = self._patience - (time.monotonic() - began)
             try:
-                transaction = await drive(put_orders(self._tables, orders, done), partial(run, within=left))
+                repeated = put_orders(self._tables, orders, done, again=True)
+                transaction = await drive(repeated, partial(run, within=left))
             except Exception:  # noqa: BLE001 - what says that nothing was sent would be wrong: the first may be written
                 raise error from None
         if like.events or transaction is not None:
