@@ -165,6 +165,13 @@ def test_again_it_adds_what_is_not_there_and_its_facts(hand: Hand, admin: Admin)
     assert facts(admin) == [("c", "work", "enqueued", 1, 0, "", row(admin, "c")["id"])]
 
 
+@pytest.mark.parametrize("level", [0, 1])
+def test_again_it_writes_no_facts_that_are_not_asked_for(hand: Hand, admin: Admin, level: int) -> None:
+    hand.send(insert_missing_events(hand.tables, "work", inserts("a"), version=1, facts=level))
+    assert row(admin, "a")["generation"] == 1
+    assert facts(admin) == []
+
+
 def test_again_it_tells_no_transaction_of_what_it_did_not_write(hand: Hand) -> None:
     events = inserts("a")
     assert hand.send(insert_events(hand.tables, "work", events, version=1))["a"].transaction is not None
