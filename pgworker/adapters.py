@@ -6,7 +6,6 @@ import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache, partial
-from importlib import import_module
 from typing import Any, Final, Protocol, TypeAlias, cast
 
 import psycopg
@@ -14,6 +13,7 @@ from psycopg.pq import ConnStatus, TransactionStatus
 
 from pgworker.db import AnyAsyncConnection, AnySyncConnection, send, send_sync
 from pgworker.errors import PgworkerError
+from pgworker.foreign import find_adapter
 from pgworker.statements import Statement
 
 # The second exception to "the core never imports an extra", as in pgworker.payload: top-level module of a connection's
@@ -169,11 +169,7 @@ def _adapt(conn: object) -> Caller | None:
 
 @lru_cache(maxsize=256)
 def _adapter(kind: type) -> Adapter | None:
-    for base in kind.__mro__:
-        module = _ADAPTERS.get(base.__module__.partition(".")[0])
-        if module is not None:
-            return cast("Adapter", import_module(module))
-    return None
+    return cast("Adapter | None", find_adapter(kind, _ADAPTERS))
 
 
 def _name(value: object) -> str:

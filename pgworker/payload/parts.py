@@ -6,10 +6,11 @@ import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from importlib import import_module
 from typing import Final, Protocol, TypeAlias, TypeGuard, cast
 
 import msgspec
+
+from pgworker.foreign import find_adapter
 
 Fault: TypeAlias = tuple[str, str]
 """A path below the root, and the reason."""
@@ -100,11 +101,7 @@ def _fields(kind: type[object]) -> tuple[tuple[str, ...], tuple[str, ...]] | Non
 
 @lru_cache(maxsize=1024)
 def _adapter(kind: type) -> Adapter | None:
-    for base in kind.__mro__:
-        module = _ADAPTERS.get(base.__module__.partition(".")[0])
-        if module is not None:
-            return cast("Adapter", import_module(module))
-    return None
+    return cast("Adapter | None", find_adapter(kind, _ADAPTERS))
 
 
 def _dump_foreign(value: object) -> msgspec.Raw:

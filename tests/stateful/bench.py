@@ -47,7 +47,10 @@ _TIME_PASSES = """
 update pgworker.jobs set ready_at = ready_at - %(by)s, lease_expires_at = lease_expires_at - %(by)s,
     not_before = not_before - %(by)s
 where kind = %(kind)s"""
-_STRANGERS = "select string_agg(j::text, ';' order by j.id) from pgworker.jobs j where kind = 'stranger'"
+_STRANGERS = """
+select string_agg(j::text || coalesce(r::text, ''), ';' order by j.id)
+from pgworker.jobs j left join pgworker.results r using (kind, key) where kind like 'stranger%'"""
+_EXPIRE = "update pgworker.jobs set lease_expires_at = clock_timestamp() where kind = %s and key = %s"
 
 
 @dataclass
@@ -69,7 +72,6 @@ class Bench:
         there = set(self._one(f"{columns} and attnum > 0 and not attisdropped"))
         assert there == {"kind", *COLUMNS}, f"the model does not know {there ^ {'kind', *COLUMNS}}"
         self._make_strangers()
-        self.strangers = self._one(_STRANGERS)
 
     def _one(self, query: str) -> Any:
         found = self.admin.execute(query.encode()).fetchone()
@@ -77,12 +79,20 @@ class Bench:
         return found[0]
 
     def _make_strangers(self) -> None:
-        """Jobs of another kind with the same keys: one is ready, one runs, of one the lease has run out."""
+        """Jobs of other kinds with the same keys: all have ended; or: ready, runs, its lease has run out."""
+        for table in ("jobs", "results"):
+            self.admin.execute(f"delete from pgworker.{table} where kind like 'stranger%'".encode())
+        self.hand.kind = "stranger.ended"
+        for key in KEYS:
+            self.hand.enqueue(key)
+        for claim in self.hand.claim(len(KEYS)):
+            self.hand.finish(claim, '"its result"')
         self.hand.kind = "stranger"
         for key in KEYS:
             self.hand.enqueue(key)
         self.hand.claim(2, ttl_seconds=1e9)
-        self.admin.execute("update pgworker.jobs set lease_expires_at = clock_timestamp() where key = 'b'")
+        self.admin.execute(_EXPIRE, ["stranger", "b"])
+        self.strangers = self._one(_STRANGERS)
 
     def clock(self) -> datetime:
         """The database's."""
@@ -102,8 +112,10 @@ class Bench:
 
     def check_strangers(self) -> None:
         """See that nobody has touched another kind. What an example leaves has a kind of its own: it is in no way."""
-        strangers, self.strangers = self.strangers, self._one(_STRANGERS)
-        if self.strangers != strangers and sys.exc_info()[0] is None:  # else more is known already
+        if self._one(_STRANGERS) == self.strangers:
+            return
+        self._make_strangers()  # anew, so that the example fails again when it is repeated
+        if sys.exc_info()[0] is None:  # else more is known already
             raise Differs("a job of another kind was touched")
 
 

@@ -1,8 +1,9 @@
-"""The steps of an app: jobs enqueued by each of the three doors."""
+"""The steps of an app: jobs enqueued by each of the three doors, and events."""
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeAlias
 
@@ -19,15 +20,15 @@ from tests.stateful.bench import KEY, LATER, Machine
 from tests.stateful.rows import Differs, Wanted
 from tests.stateful.steps import step
 
-Asked: TypeAlias = tuple[str, str | None, str, int]
-"""Key, revision, when, urgency."""
+Asked: TypeAlias = tuple[str, str | None, str, int, bool]
+"""Key, revision, when, urgency, whether it is an event: an app's event has a key that no other job has, here it may."""
 
 LONG_AGO = datetime(2020, 1, 1, tzinfo=UTC)
 
 WHEN = st.sampled_from(("now", "now", "now", "later", "long ago"))
 # A revision, or the one that the row has
 REVISION = st.sampled_from((None, None, "as it is", "r1", "r2", "r3"))
-JOB = st.tuples(KEY, REVISION, WHEN, st.sampled_from((0, 0, 1)))
+JOB = st.tuples(KEY, REVISION, WHEN, st.sampled_from((0, 0, 1)), st.sampled_from((False, False, True)))
 DOOR = st.sampled_from(("app", "statement", "function"))
 """The three ways in: the runtime's own flow, its bare statement, and the SQL function."""
 
@@ -61,9 +62,9 @@ class Enqueues(Machine):
         version: int,
     ) -> None:
         """One job, by one of the three doors."""
-        wanted = self._wanted(*job, priority=priority, max_attempts=max_attempts, version=version)
+        wanted = self._wanted(job, priority=priority, max_attempts=max_attempts, version=version)
         if door == "function":  # it knows no such options
-            wanted = self._wanted(*job, priority=priority)
+            wanted = self._wanted(job, priority=priority)
             if wanted.ready_at is not None:
                 door = "app"
         self.hit_key("enqueue", wanted.key)
@@ -72,24 +73,46 @@ class Enqueues(Machine):
     @step(2, jobs=st.lists(JOB, min_size=2, max_size=5), door=st.sampled_from(("app", "statement")), keep=st.booleans())
     def enqueue_many(self, jobs: list[Asked], door: str, *, keep: bool) -> None:
         """Several in one call, some with equal keys."""
-        wanted = [self._wanted(*job) for job in jobs]
+        wanted = [self._wanted(job) for job in jobs]
         for key in {job.key for job in wanted}:
             self.hit_key("enqueue_many", key)
         self._put(wanted, door=door, keep=keep)
 
-    def _wanted(self, key: str, revision: str | None, when: str, urgency: int, **options: Any) -> Wanted:
+    @step(1, jobs=st.lists(JOB, min_size=1, max_size=3))
+    def enqueue_events(self, jobs: list[Asked]) -> None:
+        """Events, whose keys were made for them; if one is there, the statement has been sent before."""
+        wanted = {job.key: replace(job, revision="", event=True) for job in (self._wanted(job) for job in jobs)}
+        for key in wanted:
+            self.hit_key("enqueue_events", key)
+        unique = list(wanted.values())
+        expected = self.model.put_events(unique)
+        statement = sql.insert_events(
+            self.hand.tables, self.kind, [_insert(job) for job in unique], version=1, facts=self.facts
+        )
+        actual = {key: (put.status, put.state) for key, put in self.hand.send(statement).items()}
+        if actual != expected:
+            raise Differs(f"enqueue_events: {actual} instead of {expected}")
+
+    def _wanted(self, asked: Asked, **options: Any) -> Wanted:
+        key, revision, when, urgency, event = asked
         key = self.key(key)
         row = self.model.rows.get(key)
         if revision == "as it is":
             revision = row.revision if row else None
         delay, ready_at = (LATER if when == "later" else 0.0), (LONG_AGO if when == "long ago" else None)
-        return Wanted(key, revision or "", next(self.payloads), urgency, delay=delay, ready_at=ready_at, **options)
+        return Wanted(
+            key, revision or "", next(self.payloads), urgency, delay=delay, ready_at=ready_at, event=event, **options
+        )  # fmt: skip
 
     def _put(self, jobs: list[Wanted], *, door: str, keep: bool, wait: bool = False) -> None:
+        if door != "statement":  # they make an event's key themselves: what is named is none
+            jobs = [replace(job, event=False) for job in jobs]
         last = {job.key: job for job in jobs}
         unique = [job for job in jobs if last[job.key] is job]
         for job in unique:
             self.hit("put", self.model.state(job.key), self._revision_case(job), "keep" if keep else "replace")
+            if (row := self.model.rows.get(job.key)) is not None:
+                self.hit("put", _sort(event=row.event), "by", _sort(event=job.event))
         level = self.model.level
         if door == "function":  # it does not know the kind's level: it tells of what was superseded, and no more
             self.model.level = "all"
@@ -127,16 +150,10 @@ class Enqueues(Machine):
         return declare_kind(self.kind, policy, payload=object, payload_limit=None, version=version)
 
     def _put_by_statement(self, jobs: list[Wanted], *, keep: bool, wait: bool) -> dict[str, tuple[str, str]]:
-        inserts = [
-            sql.Insert(
-                job.key, job.revision, job.urgency, job.priority, job.delay, job.ready_at, job.max_attempts,
-                str(job.payload),
-            )
-            for job in jobs
-        ]  # fmt: skip
         statement = sql.insert_jobs(
-            self.hand.tables, self.kind, inserts, version=jobs[0].version, keep=keep, wait=wait, facts=self.facts
-        )
+            self.hand.tables, self.kind, [_insert(job) for job in jobs], version=jobs[0].version, keep=keep, wait=wait,
+            facts=self.facts,
+        )  # fmt: skip
         return {key: (put.status, put.state) for key, put in self.hand.send(statement).items()}
 
     def _put_by_function(self, jobs: list[Wanted], *, keep: bool, wait: bool) -> dict[str, tuple[str, str]]:
@@ -151,6 +168,17 @@ class Enqueues(Machine):
         ).fetchone()  # fmt: skip
         assert found is not None
         return {str(found[0]): (str(found[1]), self.model.rows[job.key].state)}
+
+
+def _sort(*, event: bool) -> str:
+    return "event" if event else "keyed"
+
+
+def _insert(job: Wanted) -> sql.Insert:
+    return sql.Insert(
+        job.key, job.revision, job.urgency, job.priority, job.delay, job.ready_at, job.max_attempts, str(job.payload),
+        job.event,
+    )  # fmt: skip
 
 
 def _new_job(job: Wanted) -> NewJob:

@@ -17,20 +17,23 @@ from pgworker import operations
 from pgworker import statements as sql
 from pgworker.job import State
 from pgworker.operations import Deed
-from tests.stateful.bench import KEY, KEYS, SHORT
+from tests.stateful.bench import KEY, KEYS, LATER, SHORT
 from tests.stateful.enqueues import LONG_AGO, Asked, Enqueues
-from tests.stateful.model import Level
-from tests.stateful.rows import Differs, Lane
+from tests.stateful.rows import Differs, Lane, at
 from tests.stateful.runs import Runs
 from tests.stateful.steps import Step, step, steps_of
+from tests.stateful.table import Level
 from tests.stateful.tally import STATES
 
 MORE = st.sampled_from(("", "evicted", "outdated"))
 """What has happened to a run: it was another's that died; its payload has been replaced."""
 ARRANGED = st.tuples(
-    st.sampled_from(("absent", *STATES)), st.sampled_from((None, "r1")), MORE, st.sampled_from((False, False, True))
-)
-"""State, revision, what has happened to the run, whether there is an older result."""
+    st.sampled_from(("absent", *STATES)), st.sampled_from((None, "r1")), MORE, st.sampled_from((False, False, True)),
+    st.booleans(),
+)  # fmt: skip
+"""State, revision, what has happened to the run, whether there is an older result, whether it is an event."""
+
+ENDED: tuple[State, ...] = ("succeeded", "failed", "cancelled")
 
 _AGE = """
 update pgworker.jobs set ready_at = ready_at - %(by)s, lease_expires_at = lease_expires_at - %(by)s,
@@ -53,13 +56,13 @@ class JobsMachine(Enqueues, Runs):
     @initialize(
         level=st.sampled_from(("all", "all", "all", "exceptional", "none")), first=st.tuples(*[ARRANGED] * len(KEYS))
     )
-    def begin(self, level: Level, first: tuple[tuple[str, str | None, str, bool], ...]) -> None:
+    def begin(self, level: Level, first: tuple[tuple[str, str | None, str, bool, bool], ...]) -> None:
         """Some jobs are there already."""
         self.model.level = level
-        for key, (state, revision, more, before) in zip(KEYS, first, strict=True):
+        for key, (state, revision, more, before, event) in zip(KEYS, first, strict=True):
             if before:
-                self.arrange(key, "succeeded", "r0", more="")
-            self.arrange(key, state, revision, more=more)
+                self.arrange(key, "succeeded", "r0", more="", event=False)
+            self.arrange(key, state, revision, more=more, event=event)
 
     @step(
         2,
@@ -67,8 +70,9 @@ class JobsMachine(Enqueues, Runs):
         state=st.sampled_from(("absent", *STATES)),
         revision=st.sampled_from((None, "r1", "new")),
         more=MORE,
+        event=st.booleans(),
     )
-    def arrange(self, key: str, state: str, revision: str | None, *, more: str) -> None:
+    def arrange(self, key: str, state: str, revision: str | None, *, more: str, event: bool) -> None:
         """Bring a job into a state that chance alone would seldom bring about."""
         key = self.key(key)
         row = self.model.rows.get(key)
@@ -78,7 +82,8 @@ class JobsMachine(Enqueues, Runs):
             self._do(self.delete, key)
         if state == "absent":
             return
-        arranged: Asked = (key, revision, "later" if state == "scheduled" else "now", 1)
+        event = event and state != "pruned"  # it would be deleted
+        arranged: Asked = (key, revision, "later" if state == "scheduled" else "now", 1, event)
         options = {"keep": False, "wait": False, "priority": 1, "max_attempts": None, "version": 1}
         self._do(self.enqueue, arranged, "statement", **options)
         if state in {"ready", "scheduled"}:
@@ -92,16 +97,21 @@ class JobsMachine(Enqueues, Runs):
             self._do(self.claim_from, "A", lane, limit=10, ttl=SHORT, evictions=None, version=2)
         elif more == "outdated" and revision is None:
             self._do(self.enqueue, arranged, "statement", **options)
-        self._bring(key, state)
+        self._bring(key, state, more=more)
 
-    def _bring(self, key: str, state: str) -> None:
+    def _bring(self, key: str, state: str, *, more: str) -> None:
         """A job that runs is to be in another state."""
         newest = next(index for index, (_, claim) in enumerate(reversed(self.claims)) if claim.key == key)
         if "cancelling" in state:
             self._do(self.cancel, key)
         if "expired" in state:
             self._do(self.expire, key)
-        if state == "succeeded":
+        if state == "pruned":
+            ends = "cancelled" if more == "evicted" else "succeeded"
+            self._bring(key, ends, more=more)
+            if self.model.rows[key].state == ends:  # an outdated run ends nothing
+                self._do(self.prune, [ends], keep=0.0, limit=1000)
+        elif state == "succeeded":
             self._do(self.complete, [(newest, True)])
         elif state == "failed":
             self._do(self.fail, newest, "permanent", 0)
@@ -135,7 +145,7 @@ class JobsMachine(Enqueues, Runs):
     @step(1, key=KEY, code=st.sampled_from((None, None, "no")))
     def rebuild(self, key: str, code: str | None) -> None:
         """An operator puts whatever has ended back to work."""
-        self._reopen("rebuild", key, ("succeeded", "failed", "cancelled"), code)
+        self._reopen("rebuild", key, ENDED, code)
 
     def _reopen(self, name: str, key: str, states: tuple[State, ...], code: str | None) -> None:
         key = self.key(key)
@@ -163,6 +173,8 @@ class JobsMachine(Enqueues, Runs):
             raise Differs(f"find_job: {ids} for {row}")
         deeds = self.hand.send(statement([*ids, 0]))
         expected = predict(key)
+        if expected is not None:
+            self.hit("answer", name, expected)
         if deeds != {0: "passed"} | dict.fromkeys(ids, expected):
             raise Differs(f"{name} {key}: {deeds} instead of {expected}")
 
@@ -220,6 +232,33 @@ class JobsMachine(Enqueues, Runs):
         self.hit_rows("age", self.model.rows.values())
         self.admin.execute(_AGE, {"by": timedelta(hours=3), "kind": self.kind})
         self.model.age(10_800)
+
+    @step(
+        2,
+        states=st.lists(st.sampled_from(ENDED), min_size=1, unique=True),
+        keep=st.sampled_from((0.0, LATER)),
+        limit=st.sampled_from((1, 1000)),
+    )
+    def prune(self, states: list[State], *, keep: float, limit: int) -> None:
+        """Retention goes through some states, page by page; what ended before the last ageing is older than LATER."""
+        self.hit_rows("prune", self.model.rows.values())
+        for row in self.model.rows.values():
+            if row.state in states:
+                old = at(row.finished_at) < self.model.now - timedelta(seconds=keep)
+                what = "event" if row.event else "keyed"
+                self.hit("prune", self.model.state(row.key), what, "old" if old else "young")
+        shelves = [operations.Shelf(self.kind, state, keep) for state in states]
+        while True:
+            found = self.hand.send(operations.prune_jobs(self.hand.tables, shelves, limit=limit))
+            pages = {number: (*each[:-1], each.cursor[1]) for number, each in found.items()}
+            predicted = [self.model.prune(state, keep=keep, limit=limit) for state in states]
+            expected = {number: page for number, page in enumerate(predicted) if page.read}
+            if pages != expected:
+                raise Differs(f"prune {states}: {pages} instead of {expected}")
+            if not found:
+                return
+            for number, page in found.items():
+                shelves[number] = shelves[number]._replace(after=page.cursor)
 
     @rule(step=steps_of(vars(Enqueues) | vars(Runs) | locals()))
     def then(self, step: Step) -> None:

@@ -1,84 +1,27 @@
-"""The jobs table as plain Python: what each statement must answer, and what every column of every row must then be.
+"""The statements in plain Python: what each must answer, and what every column of every row must then be.
 
-The model knows no SQL. Instants that the database's clock gives are predicted as `Near` and, once they have been seen
-to lie where they must, taken over from the table. All others must be equal to the microsecond.
+The model knows no SQL.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Literal, TypeAlias
 from uuid import UUID
 
 from pgworker.job import Claim
-from tests.stateful.rows import FIELDS, Differs, End, Fact, Lane, Near, Result, Row, Seen, Wanted, at
+from tests.stateful.rows import Cleared, End, Lane, Near, Result, Row, Wanted, at
+from tests.stateful.table import Table
 
 FOR_EVER = datetime.max.replace(tzinfo=UTC)
-Level: TypeAlias = Literal["all", "exceptional", "none"]
-ORDINARY = {"enqueued", "replaced", "requeued", "claimed", "succeeded", "released"}
-"""Facts of a job that goes as planned: only the level "all" keeps them."""
 
 
-@dataclass
-class Model:
-    """What the table must hold; `now` is the clock as last read, `started` the server's start."""
+def _by_end(row: Row) -> tuple[datetime, int]:
+    return at(row.finished_at), row.id or 0
 
-    now: datetime
-    started: datetime
-    level: Level
-    rows: dict[str, Row] = field(default_factory=dict)
-    results: dict[str, Result] = field(default_factory=dict)
-    paused_until: datetime | None = None
-    facts: list[Fact] = field(default_factory=list)
-    """Those of the step under way."""
 
-    # --- what is there ------------------------------------------------------------------------------------------------
-
-    def live(self, row: Row) -> bool:
-        """Whether somebody holds the row's lease."""
-        return row.token is not None and at(row.lease_expires_at) > self.now
-
-    def due(self, row: Row) -> bool:
-        """Whether the row's time has come."""
-        return row.state == "pending" and at(row.ready_at) <= self.now
-
-    def state(self, key: str) -> str:
-        """The derived state of a key's row."""
-        row = self.rows.get(key)
-        if row is None:
-            return "absent"
-        if row.state != "pending":
-            return row.state
-        if row.token is None:
-            return "ready" if self.due(row) else "scheduled"
-        return ("" if self.live(row) else "expired ") + ("cancelling" if row.cancel_requested_at else "running")
-
-    def lanes(self) -> list[Lane]:
-        """The lanes with pending rows, in their order."""
-        return sorted({Lane(row.urgency, row.priority) for row in self.rows.values() if row.state == "pending"})
-
-    def rows_in_lane(self, lane: Lane) -> list[Row]:
-        """All rows of a lane, whatever their state."""
-        return [row for row in self.rows.values() if (row.urgency, row.priority) == lane]
-
-    def due_in_lane(self, lane: Lane) -> list[Row]:
-        """The due rows of a lane, in their order."""
-        found = [row for row in self.rows_in_lane(lane) if self.due(row)]
-        return sorted(found, key=lambda row: (at(row.ready_at), row.id or 0))
-
-    @property
-    def paused(self) -> bool:
-        """Whether claims are refused."""
-        return self.paused_until is not None and self.paused_until > self.now
-
-    def of(self, claim: Claim) -> Row | None:
-        """The row that this claim still owns, be its lease live or not."""
-        row = self.rows.get(claim.key)
-        mine = row and (row.id, row.revision, row.token) == (claim.id, claim.revision, claim.token)
-        return row if mine else None
+class Model(Table):
+    """What the table must hold after each statement."""
 
     # --- enqueue ------------------------------------------------------------------------------------------------------
 
@@ -98,13 +41,20 @@ class Model:
         if row is None:
             row = self.rows[job.key] = Row(
                 None, job.key, job.revision, job.payload, job.version, job.urgency, job.priority, job.max_attempts,
-                ready_at, Near(),
+                ready_at, Near(), event=job.event,
             )  # fmt: skip
             status = "created"
         else:
             status = self._replace(row, job, ready_at, wait=wait)
-        self._tell(row, "enqueued" if status == "created" else status)
+        self.tell(row, "enqueued" if status == "created" else status)
         return status, "pending"
+
+    def put_events(self, jobs: Sequence[Wanted]) -> dict[str, tuple[str, str]]:
+        """Events with different keys; each is answered as new, also one that is there, of which nothing changes."""
+        for order, job in enumerate(jobs, 1):
+            if job.key not in self.rows:
+                self._put(job, order, keep=True, wait=False)
+        return {job.key: ("created", "pending") for job in jobs}
 
     def _replace(self, row: Row, job: Wanted, ready_at: datetime | Near, *, wait: bool) -> str:
         pending, leased, same = row.state == "pending", row.token is not None, row.revision == job.revision
@@ -118,7 +68,7 @@ class Model:
         if leased and not (same and self.live(row)):
             row.token = row.lease_expires_at = row.runner = None
             status = "superseded"
-        row.revision, row.payload, row.version = job.revision, job.payload, job.version
+        row.event, row.revision, row.payload, row.version = job.event, job.revision, job.payload, job.version
         row.urgency = min(row.urgency, job.urgency) if pending else job.urgency
         row.priority, row.max_attempts, row.ready_at = job.priority, job.max_attempts, ready_at
         row.generation += 1
@@ -157,10 +107,10 @@ class Model:
         for row in taken:
             if self._evicted(row, ttl):
                 row.evictions += 1
-                self._tell(row, "evicted", runner=row.runner)
+                self.tell(row, "evicted", runner=row.runner)
             row.token, row.runner, row.lease_expires_at, row.lease_seconds = token, runner, Near(lasts), lasts
             row.lease_epoch += 1
-            self._tell(row, "claimed", runner=runner)
+            self.tell(row, "claimed", runner=runner)
         return taken
 
     def _may_be_taken_over(self, row: Row, limit_of_evictions: int | None) -> bool:
@@ -185,13 +135,13 @@ class Model:
             if value is not None:
                 self.results[row.key] = Result(row.revision, value, Near())
             elif row.has_result:
-                del self.results[row.key]
+                self.results.pop(row.key, None)  # (it may have been pruned)
             row.has_result = value is not None
         elif row.cancel_requested_at is not None:
             row.state, row.finished_at = "cancelled", Near()
         self._give_up(row)
         row.evictions = 0
-        self._tell(row, "superseded" if row.state == "pending" else row.state, runner=runner)
+        self.tell(row, "superseded" if row.state == "pending" else row.state, runner=runner)
         return verdict, row.state
 
     def settle(self, claim: Claim, end: End) -> tuple[str, str | None]:
@@ -220,7 +170,7 @@ class Model:
         if row.state != "pending":
             row.finished_at = Near()
         self._give_up(row)
-        self._tell(row, what, code=end.code, runner=runner)
+        self.tell(row, what, code=end.code, runner=runner)
         return verdict, row.state
 
     def _give_up(self, row: Row) -> None:
@@ -257,7 +207,7 @@ class Model:
         runner, code = row.runner, None
         if self._evicted(row, ttl):
             row.evictions += 1
-            self._tell(row, "evicted", runner=runner)
+            self.tell(row, "evicted", runner=runner)
         if row.cancel_requested_at is not None:
             row.state = "cancelled"
         elif limit_of_evictions is not None and row.evictions >= limit_of_evictions:
@@ -266,7 +216,7 @@ class Model:
         self._give_up(row)
         if row.state != "pending":
             row.finished_at = Near()
-            self._tell(row, row.state, code=code, runner=runner)
+            self.tell(row, row.state, code=code, runner=runner)
 
     # --- others -------------------------------------------------------------------------------------------------------
 
@@ -278,7 +228,7 @@ class Model:
         live = self.live(row)
         if row.state != "pending" or (live and row.cancel_requested_at is not None):
             return "passed"
-        self._tell(row, "cancel_requested" if live else "cancelled", runner=row.runner)
+        self.tell(row, "cancel_requested" if live else "cancelled", runner=row.runner)
         if live:
             row.cancel_requested_at = Near()
             return "requested"
@@ -293,7 +243,9 @@ class Model:
             return None
         if row.state not in states or (code is not None and row.last_code != code):
             return "passed"
-        self._tell(row, what)
+        if row.payload is None:
+            return "pruned"
+        self.tell(row, what)
         waits = row.not_before is not None and at(row.not_before) > self.now
         row.state, row.ready_at, row.attempts, row.evictions = "pending", row.not_before if waits else Near(), 0, 0
         row.last_code = row.last_error = row.finished_at = None
@@ -304,9 +256,29 @@ class Model:
         row = self.rows.get(key)
         if row is None:
             return "passed"
-        self._tell(row, "forgotten", runner=row.runner)
+        self.tell(row, "forgotten", runner=row.runner)
         self.delete(key)
         return "done" if row.token is None else "requested"
+
+    def prune(self, state: str, *, keep: float, limit: int) -> Cleared:
+        """What a page of what ended in this state longer ago than that held, and what has become of it.
+
+        The row of a keyed job stays, and says that there was a result; a failed one keeps everything, for a retry.
+        """
+        old = [row for row in self.rows.values() if row.state == state and self._goes(row, keep)]
+        page = sorted(old, key=_by_end)[:limit]
+        for row in page:
+            if row.event:
+                self.delete(row.key)
+            else:
+                row.payload = None
+                self.results.pop(row.key, None)
+        deleted = sum(row.event for row in page)
+        return Cleared(len(page), deleted, len(page) - deleted, page[-1].id if page else None)
+
+    def _goes(self, row: Row, keep: float) -> bool:
+        wanted = row.event or (row.payload is not None and row.state != "failed")
+        return wanted and at(row.finished_at) < self.now - timedelta(seconds=keep)
 
     def pause(self, until: datetime | None) -> None:
         """The longer of two pauses holds; None is for ever."""
@@ -319,82 +291,3 @@ class Model:
         if paused:
             self.paused_until = None
         return paused
-
-    def delete(self, key: str) -> None:
-        """The job and its result are gone."""
-        self.rows.pop(key, None)
-        self.results.pop(key, None)
-
-    def age(self, seconds: float) -> None:
-        """So much time passes."""
-        by = timedelta(seconds=seconds)
-        for row in self.rows.values():
-            row.ready_at, row.created_at = at(row.ready_at) - by, at(row.created_at) - by
-            row.lease_expires_at = row.lease_expires_at and at(row.lease_expires_at) - by
-            row.not_before = row.not_before and at(row.not_before) - by
-            row.finished_at = row.finished_at and at(row.finished_at) - by
-
-    def expire(self, key: str) -> None:
-        """The lease of this row, if there is one, ends now."""
-        row = self.rows.get(key)
-        if row is not None and row.token is not None:
-            row.lease_expires_at = Near()
-
-    def set_clock_back(self, key: str, by: timedelta) -> None:
-        """The lease of this row, if there is one, ends so much later."""
-        row = self.rows.get(key)
-        if row is not None and row.token is not None:
-            row.lease_expires_at = at(row.lease_expires_at) + by
-
-    def _tell(self, row: Row, what: str, *, code: str | None = None, runner: str | None = None) -> None:
-        if self.level == "none" or (self.level == "exceptional" and what in ORDINARY):
-            return
-        self.facts.append(Fact(row.id, row.generation, row.attempts, row.key, row.revision, what, code, runner))
-
-    # --- the table against it -----------------------------------------------------------------------------------------
-
-    def compare(self, seen: Seen) -> None:
-        """Raise Differs unless the table is as it must be; takes over what the database's clock has given."""
-        found = [*self._compare_rows(seen), *self._compare_results(seen), *self._compare_facts(seen)]
-        self.now, self.facts = seen.clock, []
-        if found:
-            raise Differs("\n".join(found))
-
-    def _compare_rows(self, seen: Seen) -> Iterator[str]:
-        if self.rows.keys() != seen.rows.keys():
-            yield f"rows: {sorted(seen.rows)} instead of {sorted(self.rows)}"
-        for key in self.rows.keys() & seen.rows.keys():
-            row = self.rows[key]
-            for name, actual in zip(FIELDS, seen.rows[key], strict=True):
-                expected = getattr(row, name)
-                if name == "id" and expected is None:
-                    expected = actual
-                if not self._equal(expected, actual, seen.clock):
-                    yield f"{key}.{name}: {actual} instead of {expected}"
-                setattr(row, name, actual)
-
-    def _compare_results(self, seen: Seen) -> Iterator[str]:
-        if self.results.keys() != seen.results.keys():
-            yield f"results: {sorted(seen.results)} instead of {sorted(self.results)}"
-        for key in self.results.keys() & seen.results.keys():
-            result, (revision, value, finished_at) = self.results[key], seen.results[key]
-            if (revision, value) != (result.revision, result.value):
-                yield f"result of {key}: {value} of {revision!r} instead of {result.value} of {result.revision!r}"
-            if not self._equal(result.finished_at, finished_at, seen.clock):
-                yield f"result of {key}: finished at {finished_at} instead of {result.finished_at}"
-            result.finished_at = finished_at
-
-    def _compare_facts(self, seen: Seen) -> Iterator[str]:
-        expected = Counter(each if each.job_id else each._replace(job_id=self.rows[each.key].id) for each in self.facts)
-        actual = Counter(fact for fact, _ in seen.facts)
-        yield from (f"no fact {fact}" for fact in (expected - actual).elements())
-        yield from (f"fact that nothing made: {fact}" for fact in (actual - expected).elements())
-        for fact, when in seen.facts:
-            if not self.now <= when <= seen.clock:
-                yield f"fact at {when}, not now: {fact}"
-
-    def _equal(self, expected: object, actual: object, clock: datetime) -> bool:
-        if not isinstance(expected, Near):
-            return expected == actual
-        by, spare = timedelta(seconds=expected.seconds), timedelta(microseconds=expected.spare)
-        return isinstance(actual, datetime) and self.now + by <= actual <= clock + by + spare

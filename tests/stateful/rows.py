@@ -37,7 +37,7 @@ class Row:
     id: int | None  # None until it has been seen
     key: str
     revision: str
-    payload: int
+    payload: int | None  # None once it has been pruned
     version: int
     urgency: int
     priority: int
@@ -58,7 +58,8 @@ class Row:
     finished_at: Instant = None
     last_code: str | None = None
     last_error: str | None = None
-    has_result: bool = False
+    has_result: bool = False  # it ended with one, be it still there or not
+    event: bool = False
 
 
 FIELDS = tuple(each.name for each in fields(Row))
@@ -87,6 +88,7 @@ class Wanted:
     version: int = 1
     delay: float = 0.0
     ready_at: datetime | None = None
+    event: bool = False
 
 
 class Fact(NamedTuple):
@@ -110,6 +112,15 @@ class End(NamedTuple):
     counts: bool = False
     delay: float | None = None
     error: str | None = None
+
+
+class Cleared(NamedTuple):
+    """What a page of ended jobs held, how many were deleted and how many lost their payload; the last one's id."""
+
+    read: int
+    deleted: int
+    emptied: int
+    last: int | None
 
 
 class Seen(NamedTuple):
@@ -141,11 +152,18 @@ def broken_rules(rows: Iterable[Row], results: dict[str, Result]) -> Iterator[st
             yield f"{row.key}: ended, but with a lease, a cancel request, or no instant of its end"
         if row.state == "pending" and row.finished_at is not None:
             yield f"{row.key}: pending, but with an instant of its end"
-        if row.has_result != (row.key in results):
-            yield f"{row.key}: has_result is {row.has_result}, but a result is{' not' * row.has_result} there"
         if row.token is not None and holders.setdefault(row.token, row.runner) != row.runner:
             yield f"{row.key}: a token of two runners (all rows of one claim have it, and no others)"
-        if row.state == "succeeded" and row.has_result:
-            result = results[row.key]
-            if result.revision != row.revision or not result.value.startswith(f"{row.id} {row.generation} "):
-                yield f"{row.key}: succeeded with the result of another generation: {result.value}"
+        yield from _broken_rules_of_payload_and_result(row, results.get(row.key))
+
+
+def _broken_rules_of_payload_and_result(row: Row, result: Result | None) -> Iterator[str]:
+    if row.payload is None and (row.event or row.state not in {"succeeded", "cancelled"}):
+        yield f"{row.key}: {row.state}, event {row.event}, and the payload has been pruned"
+    if result is not None and (not row.has_result or row.payload is None):
+        yield f"{row.key}: has_result is {row.has_result}, the payload {row.payload}, but a result is there"
+    if row.state == "succeeded" and row.has_result and row.payload is not None:
+        if result is None:
+            yield f"{row.key}: succeeded with a result that is not there"
+        elif result.revision != row.revision or not result.value.startswith(f"{row.id} {row.generation} "):
+            yield f"{row.key}: succeeded with the result of another generation: {result.value}"

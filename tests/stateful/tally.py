@@ -11,7 +11,7 @@ Hit: TypeAlias = tuple[str, ...]
 
 STATES = (
     "ready", "scheduled", "running", "cancelling", "expired running", "expired cancelling", "succeeded", "failed",
-    "cancelled",
+    "cancelled", "pruned",
 )  # fmt: skip
 REVISIONS = ("same", "new", "first", "none", "no longer")
 """What the enqueue gives against what the row has: the same revision, another, one where there was none, none on
@@ -20,6 +20,7 @@ either side, none where there was one."""
 RULES_OF_KEYS = (
     "enqueue",
     "enqueue_many",
+    "enqueue_events",
     "cancel",
     "retry",
     "rebuild",
@@ -29,6 +30,11 @@ RULES_OF_KEYS = (
     "set_clock_back",
 )
 RULES_OF_CLAIMS = ("complete", "fail", "give_back", "renew", "look", "check_fence")
+PRUNED = (
+    *product(("succeeded", "failed", "cancelled"), ("event", "keyed")),
+    ("pruned", "keyed"),
+)
+"""What retention may come across among what has ended."""
 RULES_OF_LANES = ("claim", "reap", "survey")
 OUTCOMES = (
     "value", "no value", "retry", "error", "last attempt", "permanent", "panic", "park", "pause", "cancel", "release",
@@ -41,11 +47,16 @@ def expected() -> Iterator[Hit]:
     for keep in ("replace", "keep"):
         yield from (("put", "absent", revision, keep) for revision in ("first", "none"))
         yield from (("put", *cell, keep) for cell in product(STATES, REVISIONS))
+    yield from (("put", old, "by", new) for old, new in product(("event", "keyed"), repeat=2))
     yield from (("outcome", *pair) for pair in product(OUTCOMES, VERDICTS))
-    yield from (("rule", *pair) for pair in product((*RULES_OF_KEYS, *RULES_OF_CLAIMS), ("absent", *STATES)))
+    yield from (("rule", *pair) for pair in product(RULES_OF_KEYS, ("absent", *STATES)))
+    # (to one that has lost its row, a pruned row is as any that has ended)
+    yield from (("rule", *pair) for pair in product(RULES_OF_CLAIMS, ("absent", *STATES)) if pair[1] != "pruned")
+    yield from (("answer", *pair) for pair in product(("retry", "rebuild"), ("done", "passed", "pruned")))
     yield from (("rule", *pair) for pair in product(RULES_OF_LANES, STATES))
     yield from (("rule", "crash", state) for state in ("running", "cancelling"))
-    yield from (("rule", "age", state) for state in STATES)
+    yield from (("rule", *pair) for pair in product(("age", "prune"), STATES))
+    yield from (("prune", *cell, age) for cell, age in product(PRUNED, ("old", "young")))
 
 
 class Tally:

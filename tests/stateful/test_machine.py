@@ -99,6 +99,18 @@ BREAKS = {
         "where j.lease",
     ),
     "reaping that ends nothing": ("reap_expired", ">= %(max_evictions)s::int then 'failed'", "< 0 then 'failed'"),
+    "enqueue by name that leaves an event": ("insert_jobs", "event = excluded.event,", ""),
+    "pruning of a key": ("prune_jobs", "where p.event and", "where"),
+    "pruning of what may be retried": ("prune_jobs", "(j.payload is not null and j.state <> 'failed')", "true"),
+    "pruning of any state": ("prune_jobs", "j.state = i.state and j.state", "j.state"),
+    "pruning of what is still kept": ("prune_jobs", " and j.finished_at < i.until", ""),
+    "pruning that leaves a result": ("prune_jobs", "union all select e.kind, e.key from emptied e", ""),
+    "pruning of another kind's results": (
+        "prune_jobs",
+        "(r.key, r.kind) in (select e.key, e.kind",
+        "r.key in (select e.key",
+    ),
+    "reopening without a payload": ("reopen_jobs", "and j.payload is not null)", ")"),
 }
 QUICKLY = {"finish after the expiry"}  # within 200 examples
 

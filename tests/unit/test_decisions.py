@@ -272,6 +272,7 @@ def test_a_preset_is_these_values(name: str) -> None:
 ALLOWED: dict[str, list[Any]] = {
     "concurrency": [1, MAX_BATCH],
     "batch": [1, MAX_BATCH],
+    "prefetch": [0, MAX_BATCH],
     "window": [timedelta(0), LONGEST],
     "poll": [TICK, LONGEST],
     "timeout": [None, TICK, LONGEST],
@@ -289,6 +290,7 @@ ALLOWED: dict[str, list[Any]] = {
 REFUSED: dict[str, list[Any]] = {
     "concurrency": [0, MAX_BATCH + 1],
     "batch": [0, MAX_BATCH + 1],
+    "prefetch": [-1, MAX_BATCH + 1],
     "window": [-TICK, LONGEST + TICK],
     "poll": [timedelta(0), LONGEST + TICK],
     "timeout": [timedelta(0), LONGEST + TICK],

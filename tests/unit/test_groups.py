@@ -13,7 +13,7 @@ import pytest
 from psycopg import errors as pg
 from psycopg_pool import PoolTimeout
 
-from pgworker import Enqueued, NewJob
+from pgworker import Enqueued, NewJob, PgworkerError
 from pgworker.client import make_order
 from pgworker.groups import MAX_BYTES, MAX_ROWS, Call, Groups, Line
 from pgworker.statements import Statement
@@ -78,6 +78,18 @@ async def test_a_flush_has_so_many_bytes_at_most() -> None:
     waiting = line(*calls)
     assert [waiting.take() for _ in range(2)] == [calls[:2], calls[2:]]
     assert call(NewJob("€" * 10)).size == 32  # bytes, and the quotes
+    calls[0].size, calls[1].size, calls[2].size = large, MAX_BYTES - large, 1
+    assert line(*calls[:3]).take() == calls[:2]
+
+
+async def test_a_large_call_that_waits_for_its_key_keeps_no_other_from_going() -> None:
+    held = call(job("k", "r1"))
+    waiting = line(held)
+    waiting.take()
+    calls = [call(job("k", "r2"), *[job()] * (MAX_ROWS - 1)), call(job("l", "r")), call(job("m", "r"))]
+    waiting.waiting.extend(calls)
+    assert waiting.take() == [calls[1]]
+    assert waiting.waiting == [calls[0], calls[2]]
 
 
 SECOND: list[tuple[NewJob, NewJob, int, int]] = [
@@ -320,6 +332,37 @@ async def test_an_error_that_is_nobodys_is_everybodys_one_each() -> None:
     answers = await gather(Server(fails), [job(f"k{number}", "r") for number in range(3)])
     assert [str(answer) for answer in answers] == ["gone"] * 3
     assert len({id(answer) for answer in answers}) == 3
+
+
+ERRORS: list[tuple[Exception, bool, bool]] = [
+    (pg.NumericValueOutOfRange("no"), True, False),
+    (pg.LockNotAvailable("held"), True, False),
+    (pg.DeadlockDetected("held"), True, False),
+    (pg.SerializationFailure("held"), True, False),
+    (PgworkerError("kept changing"), True, False),
+    (pg.UndefinedTable("no"), False, False),
+    (TimeoutError(), False, False),
+    (PoolTimeout("busy"), False, False),
+    (pg.QueryCanceled("late"), False, False),
+    (pg.AdminShutdown("gone"), False, True),
+    (psycopg.OperationalError("gone"), False, True),
+]
+
+
+@pytest.mark.parametrize(("error", "apart", "again"), ERRORS, ids=lambda value: type(value).__name__)
+async def test_which_errors_may_be_one_callers_and_after_which_events_are_sent_again(
+    error: Exception,
+    apart: bool,  # noqa: FBT001
+    again: bool,  # noqa: FBT001
+) -> None:
+    def fails(_: Statement[Any], __: bool) -> Exception:  # noqa: FBT001
+        return error
+
+    keyed, events = Server(fails), Server(fails)
+    await gather(keyed, [job("k", "r"), job("l", "r")])
+    assert keyed.flushes == [["k", "l"], *([["k"], ["l"]] if apart else [])]
+    await gather(events, [NewJob(0), NewJob(1)])
+    assert events.flushes.count(["0", "1"]) == 1 + again
 
 
 @pytest.mark.parametrize("times", [1, 2])
