@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import NamedTuple, TypeAlias, cast
+from typing import NamedTuple, cast
 
 from pgworker.db import Flow
 from pgworker.errors import ConfigError, PayloadError, PgworkerError
 from pgworker.job import URGENCIES, Enqueued, IfPending, NewJob
 from pgworker.kind import Kind
 from pgworker.payload import check_key, check_revision
-from pgworker.statements import FACTS, Insert, Put, Statement, insert_events, insert_jobs
+from pgworker.statements import FACTS, Insert, Put, Statement, insert_events, insert_jobs, insert_missing_events
 from pgworker.tablemap import TableMap
 
 _ROUNDS = 5
@@ -25,6 +25,7 @@ _OPTION_TYPES: dict[str, tuple[type, ...]] = {
     "max_attempts": (int,),
 }
 _SMALLINT = 32_767
+_PLAIN = NewJob()
 
 
 class PutMany(NamedTuple):
@@ -47,20 +48,34 @@ class Order:
     events: bool
 
 
-Done: TypeAlias = dict[str, tuple[Insert, Put]]
-"""What was put for each key, and the row that was sent for it: of equal keys the last."""
+class Done:
+    """What became of each key, and the row that was sent for it: of equal keys the last."""
+
+    __slots__ = ("puts", "sent")
+
+    def __init__(self) -> None:
+        self.puts: dict[str, Put] = {}
+        self.sent: dict[str, Insert] = {}
+        """Without those of events, of which no other has the same key."""
+
+    def covers(self, order: Order) -> bool:
+        """Whether all jobs of a call have been put."""
+        return all(row.key in self.puts for row in order.rows)
 
 
 def make_order(kind: Kind, jobs: Sequence[NewJob], *, if_pending: IfPending) -> Order:
     """Check and encode the jobs of one call. Raises PayloadError or ConfigError."""
-    several = len(jobs) > 1
-    rows = [
-        _row(kind, job, f" (job {number} of {len(jobs)})" if several else "")
-        for number, job in enumerate(jobs, start=1)
-    ]
+    keys = event_keys()
+    rows: list[Insert] = []
+
+    def which() -> str:
+        return f" (job {len(rows) + 1} of {len(jobs)})" if len(jobs) > 1 else ""
+
+    for job in jobs:
+        rows.append(_row(kind, job, keys, which))  # noqa: PERF401 - an error tells how many there are
     if if_pending not in ("replace", "keep"):
         raise ConfigError(f"if_pending is 'replace' or 'keep', got {if_pending!r}")
-    return Order(kind, rows, keep=if_pending == "keep", events=all(job.key is None for job in jobs))
+    return Order(kind, rows, keep=if_pending == "keep", events=all(row.event for row in rows))
 
 
 def put_jobs(tables: TableMap, kind: Kind, jobs: Sequence[NewJob], *, if_pending: IfPending) -> Flow[PutMany]:
@@ -70,29 +85,33 @@ def put_jobs(tables: TableMap, kind: Kind, jobs: Sequence[NewJob], *, if_pending
     anything is sent. Locks: rows that change, until the transaction ends.
     """
     order = make_order(kind, jobs, if_pending=if_pending)
-    done: Done = {}
+    done = Done()
     transaction = yield from put_orders(tables, [order], done)
     return PutMany(in_callers_order(order, done), transaction)
 
 
-def put_orders(tables: TableMap, orders: Sequence[Order], done: Done) -> Flow[str | None]:
+def put_orders(tables: TableMap, orders: Sequence[Order], done: Done, *, again: bool = False) -> Flow[str | None]:
     """Put the orders of several calls, alike in kind, `keep` and `events`, as put_jobs does those of one.
 
     What is put is noted in `done`, and what is noted there is not put again: after an error in between, the rest of the
-    orders, or a part of them, may be. Returns the id of a transaction that wrote, if one did.
+    orders, or a part of them, may be. Returns the id of a transaction that wrote, if one did. `again`: events that have
+    been sent without an answer, so that they may be there.
     """
+    if orders[0].events:
+        return (yield from _put_events(tables, orders, done, again=again))
     wanted: dict[str, Insert] = {}
     for order in orders:
         for row in order.rows:
             wanted.pop(row.key, None)  # of equal keys the last one, where it was asked for
             wanted[row.key] = row
-    missing = [row for key, row in wanted.items() if key not in done]
+    missing = [row for key, row in wanted.items() if key not in done.puts]
     transaction: str | None = None
     for _ in range(_ROUNDS):
         if not missing:
             return transaction
         puts: dict[str, Put] = yield _insert(tables, orders[0], missing)
-        done.update((key, (wanted[key], put)) for key, put in puts.items())
+        done.puts.update(puts)
+        done.sent.update((key, wanted[key]) for key in puts)
         transaction = transaction or next((put.transaction for put in puts.values() if put.transaction), None)
         missing = [row for row in missing if row.key not in puts]
     if missing:
@@ -101,52 +120,79 @@ def put_orders(tables: TableMap, orders: Sequence[Order], done: Done) -> Flow[st
     return transaction
 
 
+def _put_events(tables: TableMap, orders: Sequence[Order], done: Done, *, again: bool) -> Flow[str | None]:
+    """As put_orders: each key is another, and one statement does for all."""
+    missing = [row for order in orders for row in order.rows if row.key not in done.puts]
+    if not missing:
+        return None
+    kind = orders[0].kind
+    puts: dict[str, Put]
+    if again or kind.policy.facts == "all":
+        facts = FACTS[kind.policy.facts]
+        puts = yield insert_missing_events(tables, kind.name, missing, version=kind.version, facts=facts)
+    else:
+        puts = yield insert_events(tables, kind.name, missing, version=kind.version)
+    done.puts.update(puts)
+    return puts[missing[0].key].transaction
+
+
 def _insert(tables: TableMap, like: Order, rows: Sequence[Insert]) -> Statement[dict[str, Put]]:
-    """The statement for rows of such orders."""
+    """The statement for rows of such orders, which have keys of the caller's."""
     kind, facts = like.kind, FACTS[like.kind.policy.facts]
-    if like.events:
-        return insert_events(tables, kind.name, rows, version=kind.version, facts=facts)
     wait = kind.policy.supersede == "wait"
     return insert_jobs(tables, kind.name, rows, version=kind.version, keep=like.keep, wait=wait, facts=facts)
 
 
 def in_callers_order(order: Order, done: Done) -> list[Enqueued]:
     """What became of the jobs of a call, once all its keys are done."""
+    kind = order.kind.name
+    if order.events:
+        return [Enqueued(kind, row.key, None, "created", "pending") for row in order.rows]
     enqueued: list[Enqueued] = []
     for row in order.rows:
-        winner, put = done[row.key]
+        winner, put = done.sent[row.key], done.puts[row.key]
         status = put.status if row is winner else "replaced"
-        enqueued.append(Enqueued(order.kind.name, row.key, winner.revision or None, status, put.state))
+        enqueued.append(Enqueued(kind, row.key, winner.revision or None, status, put.state))
     return enqueued
 
 
-def _row(kind: Kind, job: NewJob, which: str) -> Insert:
-    """The row of one job. Raises PayloadError for values that may not be stored, ConfigError for options that clash."""
+def _row(kind: Kind, job: NewJob, keys: Iterator[str], which: Callable[[], str]) -> Insert:
+    """The row of one job; `which` says which one, for errors.
+
+    Raises PayloadError for values that may not be stored, ConfigError for options that clash.
+    """
     if not isinstance(cast("object", job), NewJob):
         raise ConfigError(f"enqueue_many takes NewJob objects, got {type(job).__name__}: NewJob(payload, key=...)")
     if job.key is not None:
         check_key(job.key)
     if job.revision is not None:
         check_revision(job.revision)
-    _check_options(job, which)
+    if not _has_no_options(job):
+        _check_options(job, which)
     try:
         payload = kind.payload.encode(job.payload)
     except PayloadError as error:
-        raise PayloadError(error.path, f"{error.reason} (payload of kind {kind.name!r}{which})") from None
-    return Insert(
-        key=job.key if job.key is not None else event_key(),
-        revision=job.revision or "",
-        urgency=URGENCIES[job.urgency],
-        priority=job.priority,
-        delay_seconds=_seconds(job.delay),
-        ready_at=job.ready_at,
-        max_attempts=job.max_attempts,
-        payload=payload,
-        event=job.key is None,
+        raise PayloadError(error.path, f"{error.reason} (payload of kind {kind.name!r}{which()})") from None
+    event = job.key is None
+    key = next(keys) if job.key is None else job.key
+    urgency, delay = URGENCIES[job.urgency], _seconds(job.delay)
+    # (by position: names cost half as much again as everything else here)
+    return Insert(key, job.revision or "", urgency, job.priority, delay, job.ready_at, job.max_attempts, payload, event)
+
+
+def _has_no_options(job: NewJob) -> bool:
+    """Whether all is as it is by default, to the very object: as most are in a call with many."""
+    return (
+        job.revision is None
+        and job.delay is None
+        and job.ready_at is None
+        and job.max_attempts is None
+        and job.priority is _PLAIN.priority
+        and job.urgency is _PLAIN.urgency
     )
 
 
-def _check_options(job: NewJob, which: str) -> None:
+def _check_options(job: NewJob, which: Callable[[], str]) -> None:
     if (wrong := _wrong_type(job)) is not None:
         problem = wrong
     elif job.revision is not None and job.key is None:
@@ -165,7 +211,7 @@ def _check_options(job: NewJob, which: str) -> None:
         problem = f"max_attempts is at least 1, got {job.max_attempts}"
     else:
         return
-    raise ConfigError(problem + which)
+    raise ConfigError(problem + which())
 
 
 def _wrong_type(job: NewJob) -> str | None:
@@ -181,9 +227,15 @@ def _seconds(delay: timedelta | float | None) -> float:
     return delay.total_seconds() if isinstance(delay, timedelta) else float(delay or 0)
 
 
-def event_key() -> str:
-    """A key for an event: a UUID of version 7, time-ordered so that the index of keys grows at its end only."""
-    value = (time.time_ns() // 1_000_000) << 80 | int.from_bytes(os.urandom(10))
-    value = value & ~(0xF << 76 | 0x3 << 62) | 0x7 << 76 | 0x2 << 62
-    text = f"{value:032x}"
-    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}"
+def event_keys() -> Iterator[str]:
+    """Keys for the events of one call: UUIDs of version 7, each the next number after the one before.
+
+    Ordered by time, so that the index of keys grows at its end only. They begin at random: 73 bits.
+    """
+    value = int.from_bytes(os.urandom(10))
+    group, low = 0x8000 | value >> 64 & 0x3FFF, value & 0x7FFF_FFFF_FFFF  # with room for counting above it
+    text = f"{time.time_ns() // 1_000_000:012x}"
+    prefix = f"{text[:8]}-{text[8:]}-7{value >> 48 & 0xFFF:03x}-{group:04x}-"
+    while True:
+        yield f"{prefix}{low:012x}"
+        low += 1

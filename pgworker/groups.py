@@ -151,9 +151,9 @@ class Groups:
     jobs were superseded.
 
     When the answer of a flush is lost, with the connection, events are sent once more: their keys were made for them,
-    so it adds nothing to what was written. Jobs with keys of the caller's are not: without a revision that would put
-    them anew, although the first may have run since; with one it would take back what others have put meanwhile, and
-    answer `unchanged` for what was created. Their callers get the error, and know better.
+    so insert_missing_events adds nothing to what was written. Jobs with keys of the caller's are not: without a
+    revision that would put them anew, although the first may have run since; with one it would take back what others
+    have put meanwhile, and answer `unchanged` for what was created. Their callers get the error, and know better.
     """
 
     def __init__(
@@ -176,7 +176,7 @@ class Groups:
         loop = asyncio.get_running_loop()
         call = Call(order, loop.create_future())
         if len(order.rows) > MAX_ROWS or call.size > MAX_BYTES:
-            done: Done = {}
+            done = Done()
             await self._send([call], done, self._alone)
             return in_callers_order(order, done)
         line = self._lines.setdefault((order.kind.name, order.keep and not order.events, order.events), Line())
@@ -217,7 +217,7 @@ class Groups:
                 for call in calls:
                     if call.timer is not None:
                         call.timer.cancel()
-                await self._flush(line, calls, {})
+                await self._flush(line, calls, Done())
                 if line.waiting:  # those that have just been answered may come again: let them join
                     await anyio.lowlevel.cancel_shielded_checkpoint()
         except asyncio.CancelledError:
@@ -247,7 +247,7 @@ class Groups:
 
     def _try_again(self, line: Line, calls: Sequence[Call], done: Done) -> Sequence[Call]:
         """Start flushes for both halves, or for one call alone; returns the calls that need none."""
-        ended = [call for call in calls if call.answer.done() or all(row.key in done for row in call.order.rows)]
+        ended = [call for call in calls if call.answer.done() or done.covers(call.order)]
         _answer(ended, done)
         apart = line.part([call for call in calls if call not in ended])
         middle = (len(apart) + 1) // 2
@@ -268,11 +268,12 @@ class Groups:
                 raise
             left = self._patience - (time.monotonic() - began)
             try:
-                transaction = await drive(put_orders(self._tables, orders, done), partial(run, within=left))
+                repeated = put_orders(self._tables, orders, done, again=True)
+                transaction = await drive(repeated, partial(run, within=left))
             except Exception:  # noqa: BLE001 - what says that nothing was sent would be wrong: the first may be written
                 raise error from None
         if like.events or transaction is not None:
-            self._committed(like.kind.name, any(put.status == "superseded" for _, put in done.values()))
+            self._committed(like.kind.name, any(put.status == "superseded" for put in done.puts.values()))
 
 
 def _give_up(call: Call) -> None:

@@ -207,22 +207,26 @@ def insert_jobs(
     )
 
 
-def insert_events(
+def insert_events(tables: TableMap, kind: str, events: Sequence[Insert], *, version: int) -> Statement[dict[str, Put]]:
+    """Put new jobs of one kind whose keys were made for them, without facts; answers by key: each was created.
+
+    When the answer is lost, insert_missing_events may be sent in its place.
+    """
+    parameters = {"kind": kind, **_columns(events), "version": version}
+    return statement("insert_events", tables, parameters, _read_created(events), texts=("keys", "payloads"))
+
+
+def insert_missing_events(
     tables: TableMap, kind: str, events: Sequence[Insert], *, version: int, facts: int = 0
 ) -> Statement[dict[str, Put]]:
-    """Put new jobs of one kind whose keys were made for them; answers by key, for each that it was created.
-
-    So it is also for those that this statement has put before: it may be sent again when its answer was lost.
-    """
-    keys = [event.key for event in events]
+    """As insert_events, with facts; those that are there are left as they are, and answered as created, too."""
     parameters = {"kind": kind, **_columns(events), "version": version, "facts": facts}
-    return statement(
-        "insert_events",
-        tables,
-        parameters,
-        lambda rows: dict.fromkeys(keys, Put("created", "pending", cast("str | None", rows[0][0]))),
-        texts=("keys", "payloads"),
-    )
+    return statement("insert_missing_events", tables, parameters, _read_created(events), texts=("keys", "payloads"))
+
+
+def _read_created(events: Sequence[Insert]) -> Callable[[Sequence[Row]], dict[str, Put]]:
+    keys = [event.key for event in events]
+    return lambda rows: dict.fromkeys(keys, Put("created", "pending", cast("str | None", rows[0][0])))
 
 
 def _columns(jobs: Sequence[Insert]) -> dict[str, list[object]]:

@@ -25,6 +25,8 @@ _NOT_DECLARED: Final = "is not part of the declared type and would be lost: decl
 
 def lost(sent: object, back: object, depth: int) -> Fault | None:
     """Return where `back`, as read from the JSON text, is not what was sent, or None when nothing was lost."""
+    if type(sent) in _ATOMS and type(sent) is type(back) and sent == back:
+        return None
     if type(sent) is not type(back) and not _stands_for(sent, back):
         given, read = type(sent).__name__, type(back).__name__
         return "", f"is `{given}`, which would come back as `{read}`: send `{read}`, or declare the type `{given}`"

@@ -28,6 +28,11 @@ async def event(stage: Stage) -> None:
     await stage.event()
 
 
+async def told_event(stage: Stage) -> None:
+    """The same, of a kind whose facts are all written."""
+    await stage.event("spare")
+
+
 async def again(stage: Stage) -> None:
     """A job whose first run asks for another."""
     await stage.job("again")
@@ -176,6 +181,7 @@ SCENARIOS: dict[str, Scenario] = {
     "forget_runners": leaving,
     "insert_events": event,
     "insert_jobs": plain,
+    "insert_missing_events": told_event,
     "list_ended": operating,
     "list_pauses": pausing,
     "list_pending": operating,

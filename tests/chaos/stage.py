@@ -106,10 +106,10 @@ class Stage:
         await self.insist(lambda: self.app.enqueue(kind, payload, key=key, revision="r", delay=delay))
         return key
 
-    async def event(self) -> None:
+    async def event(self, kind: str = "work") -> None:
         """Enqueue one without a key, once: what is lost on the way is the app's own business."""
         self.events += 1
-        assert (await self.app.enqueue("work", "plain")).status == "created"
+        assert (await self.app.enqueue(kind, "plain")).status == "created"
 
     def row(self, payload: str = "plain", *, table: str = "things", delay: float = 0, orphaned: bool = False) -> str:
         """Insert one into a table of the app's own; `orphaned` by a worker whose lease has just run out."""
@@ -170,7 +170,7 @@ def register(stage: Stage) -> None:
     async def applied(job: Job[str]) -> str:
         return job.key
 
-    @stage.app.kind("spare", poll=0.1, lease=short, max_evictions=-1, result_ttl=timedelta(hours=1))
+    @stage.app.kind("spare", poll=0.1, lease=short, max_evictions=-1, result_ttl=timedelta(hours=1), facts="all")
     async def spare(job: Job[str]) -> str:
         return job.key
 

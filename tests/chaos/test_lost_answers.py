@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from pgworker import App, Job, Lease, NewJob
-from pgworker.client import put_jobs
+from pgworker.client import Done, make_order, put_orders
 from pgworker.db import send
 from pgworker.events import JobLost, JobSettled, RunnerTrouble
 from tests.chaos.audit import Admin, findings, install, read
@@ -168,20 +168,19 @@ async def test_sixteen_jobs_whose_acknowledgement_is_lost_are_sixteen_when_they_
 
 
 @pytest.mark.parametrize("point", Point)
-async def test_sixteen_events_whose_acknowledgement_is_lost_are_sixteen_when_their_statement_is_sent_again(
+async def test_sixteen_events_whose_acknowledgement_is_lost_are_sixteen_when_they_are_sent_once_more(
     far_app: App, proxy: Proxy, admin: Admin, point: Point
 ) -> None:
-    """An event's key is made once for each call: whoever sends the same statement again adds nothing."""
+    """An event's key is made once for each call: whoever asks for the same again, as it is to be done, adds nothing."""
     far_app.declare("work", payload=int)
-    flow = put_jobs(TABLES, far_app.kinds["work"], [NewJob(number) for number in range(16)], if_pending="replace")
-    statement = next(flow)
+    order = make_order(far_app.kinds["work"], [NewJob(number) for number in range(16)], if_pending="replace")
+    first_time, again = (next(put_orders(TABLES, [order], Done(), again=each)) for each in (False, True))
     proxy.set_trap(recognize("insert_events"), point)
     async with await psycopg.AsyncConnection.connect(proxy.dsn, autocommit=True) as first:
         with pytest.raises(psycopg.OperationalError):
-            await send(first, statement)
+            await send(first, first_time)
     async with await psycopg.AsyncConnection.connect(proxy.dsn, autocommit=True) as second:
-        puts = await send(second, statement)
-    flow.close()
+        puts = await send(second, again)
     assert proxy.fired == 1
     assert len(puts) == 16
     payloads = admin.execute("select payload::int from pgworker.jobs order by 1").fetchall()

@@ -303,7 +303,7 @@ async def test_an_event_that_has_run_meanwhile_is_not_run_again(
         hand.claim(1)
 
         def work_in_between(text: bytes) -> bool:
-            if recognize("insert_events")(text) and (claims := hand.claim(1)):
+            if recognize("insert_missing_events")(text) and (claims := hand.claim(1)):
                 hand.finish(claims[0])
             return False
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 from uuid import uuid4
 
@@ -16,7 +17,7 @@ import psycopg
 import pytest
 
 from pgworker import operations
-from pgworker.client import event_key
+from pgworker.client import event_keys
 from pgworker.job import Claim
 from pgworker.outcome import Success
 from pgworker.statements import (
@@ -28,6 +29,7 @@ from pgworker.statements import (
     finish_jobs,
     insert_events,
     insert_jobs,
+    insert_missing_events,
     reap_expired,
     renew_leases,
     settle_jobs,
@@ -195,9 +197,11 @@ def insert(count: int) -> Statement[Any]:
     return insert_jobs(TABLES, "work", rows, version=1, keep=False)
 
 
-def insert_of_events(count: int) -> Statement[Any]:
-    rows = [Insert(event_key(), "", 0, 0, 0.0, None, None, "{}") for _ in range(count)]
-    return insert_events(TABLES, "work", rows, version=1, facts=2)
+def insert_of_events(name: str, count: int) -> Statement[Any]:
+    rows = [Insert(key, "", 0, 0, 0.0, None, None, "{}") for key in islice(event_keys(), count)]
+    if name == "insert_events":
+        return insert_events(TABLES, "work", rows, version=1)
+    return insert_missing_events(TABLES, "work", rows, version=1, facts=2)
 
 
 def fenced(name: str, claims: list[Claim]) -> Statement[Any]:
@@ -247,18 +251,20 @@ def test_an_insert_planned_on_the_empty_table_probes_once_a_key(hand: Hand, admi
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("analyzed", [False, True])
 @pytest.mark.parametrize("size", ["empty", "young", "big"])
+@pytest.mark.parametrize("name", ["insert_events", "insert_missing_events"])
 def test_an_insert_of_events_looks_nothing_up(
     admin: Admin,
     explainer: Explainer,
+    name: str,
     size: str,
     analyzed: bool,  # noqa: FBT001 - a parameter of the table of cases
 ) -> None:
     without_autovacuum(admin)
-    kept = explainer.prepare(insert_of_events(1))
+    kept = explainer.prepare(insert_of_events(name, 1))
     fill(admin, **TABLE_SIZES[size])
     if analyzed:
         admin.execute("analyze pgworker.jobs")
-    events = insert_of_events(100)
+    events = insert_of_events(name, 100)
     for plan in (explainer.prepared(kept, events), explainer.fresh(events)):
         assert not [node for node in plan.nodes() if "Relation Name" in node and node["Node Type"] != "ModifyTable"]
         assert plan.pages <= 30 * 100 + 100  # to put it into the table and three indexes

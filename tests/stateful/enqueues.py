@@ -80,14 +80,18 @@ class Enqueues(Machine):
 
     @step(1, jobs=st.lists(JOB, min_size=1, max_size=3))
     def enqueue_events(self, jobs: list[Asked]) -> None:
-        """Events, whose keys were made for them; if one is there, the statement has been sent before."""
+        """Events, whose keys were made for them; if one is there, they have been sent before."""
         wanted = {job.key: replace(job, revision="", event=True) for job in (self._wanted(job) for job in jobs)}
         for key in wanted:
             self.hit_key("enqueue_events", key)
         unique = list(wanted.values())
+        again = any(key in self.model.rows for key in wanted)
         expected = self.model.put_events(unique)
-        statement = sql.insert_events(
-            self.hand.tables, self.kind, [_insert(job) for job in unique], version=1, facts=self.facts
+        tables, rows = self.hand.tables, [_insert(job) for job in unique]
+        statement = (
+            sql.insert_missing_events(tables, self.kind, rows, version=1, facts=self.facts)
+            if again or self.model.level == "all"
+            else sql.insert_events(tables, self.kind, rows, version=1)
         )
         actual = {key: (put.status, put.state) for key, put in self.hand.send(statement).items()}
         if actual != expected:

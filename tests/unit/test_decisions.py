@@ -19,7 +19,7 @@ from pgworker import Backoff, Cancel, ConfigError, Lease, NewJob, Park, Pause, P
 from pgworker.client import put_jobs
 from pgworker.db import NO_ANSWER, is_conflict, is_data_error, is_outage
 from pgworker.executors.results import raised, returned
-from pgworker.job import URGENCIES
+from pgworker.job import URGENCIES, Enqueued
 from pgworker.kind import Kind
 from pgworker.outcome import Failed, Released, Returned, Rules, Settlement, decide, is_result
 from pgworker.policy import MAX_BATCH, PRESETS, Policy, covering_ttl, make_policy
@@ -179,6 +179,14 @@ def test_of_equal_keys_the_last_one_has_the_status() -> None:
     assert [(put.key, put.revision, put.status) for put in end.value.value.enqueued] == [
         ("k", "r3", "replaced"), ("other", None, "created"), ("k", "r3", "created")
     ]  # fmt: skip
+
+
+def test_events_are_created_and_wait() -> None:
+    flow = put_jobs(TableMap(), untyped("work"), [NewJob(1), NewJob(2)], if_pending="replace")
+    keys: Any = next(flow).parameters["keys"]
+    with pytest.raises(StopIteration) as end:
+        flow.send(dict.fromkeys(keys, Put("created", "pending", "7")))
+    assert end.value.value == ([Enqueued("work", key, None, "created", "pending") for key in keys], "7")
 
 
 # --- Errors of the database --------------------------------------------------------------------------------------

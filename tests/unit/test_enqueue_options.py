@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from itertools import islice
 from typing import Any
+from uuid import RFC_4122, UUID
 
 import pytest
 
 from pgworker import ConfigError, NewJob, PayloadError
-from pgworker.client import event_key, put_jobs
+from pgworker.client import event_keys, put_jobs
 from pgworker.tablemap import TableMap
 from tests.handles import untyped
 
@@ -63,7 +65,24 @@ def test_a_number_is_a_delay_in_seconds() -> None:
 
 @pytest.mark.ruling("2.5")
 def test_event_keys_are_distinct_and_ordered_by_time() -> None:
-    keys = [event_key() for _ in range(1000)]
+    keys = [next(event_keys()) for _ in range(1000)]
     assert len(set(keys)) == 1000
     assert [key[:13] for key in keys] == sorted(key[:13] for key in keys)
-    assert all(key[14] == "7" and key[19] in "89ab" for key in keys)
+    assert {(UUID(key).version, UUID(key).variant) for key in keys} == {(7, RFC_4122)}
+
+
+@pytest.mark.ruling("2.5")
+@pytest.mark.parametrize("chance", [b"\0" * 10, b"\xff" * 10], ids=["least", "most"])
+def test_the_event_keys_of_one_call_are_in_its_order(monkeypatch: pytest.MonkeyPatch, chance: bytes) -> None:
+    monkeypatch.setattr("os.urandom", lambda size: chance[:size])
+    keys = list(islice(event_keys(), 3000))
+    assert keys == sorted(set(keys))
+    assert [UUID(key).int - UUID(keys[0]).int for key in keys] == list(range(3000))
+    assert {(UUID(key).version, UUID(key).variant, str(UUID(key)) == key) for key in keys} == {(7, RFC_4122, True)}
+
+
+def test_event_keys_begin_anywhere() -> None:
+    """Each of the 73 bits that tell two calls of the same millisecond apart is by chance."""
+    numbers = [UUID(next(event_keys())).int for _ in range(200)]
+    either = [bit for bit in range(80) if len({number >> bit & 1 for number in numbers}) == 2]
+    assert either == [*range(47), *range(48, 62), *range(64, 76)]

@@ -168,14 +168,14 @@ class Server:
         return await self._run(statement, self.alone, alone=True)
 
     async def _run(self, statement: Statement[T], log: list[list[str]], *, alone: bool) -> T:
-        names = statement.parameters["payloads" if statement.name == "insert_events" else "keys"]
+        names = statement.parameters["payloads" if statement.name != "insert_jobs" else "keys"]
         assert isinstance(names, list)
         log.append(names)
         await self.may_answer.wait()
         await anyio.lowlevel.checkpoint()
         if (error := self.fails(statement, alone)) is not None:
             raise error
-        if statement.name == "insert_events":
+        if statement.name != "insert_jobs":
             return statement.read([("7",)])
         return statement.read([(key, "created", "pending", "7") for key in names])
 
@@ -367,16 +367,18 @@ async def test_which_errors_may_be_one_callers_and_after_which_events_are_sent_a
 
 @pytest.mark.parametrize("times", [1, 2])
 async def test_events_whose_answer_was_lost_are_sent_once_more(times: int) -> None:
-    left = times
+    left, names = times, list[str]()
 
-    def fails(_: Statement[Any], __: bool) -> Exception | None:  # noqa: FBT001
+    def fails(statement: Statement[Any], _: bool) -> Exception | None:  # noqa: FBT001
         nonlocal left
         left -= 1
+        names.append(statement.name)
         return psycopg.OperationalError(f"gone {left}") if left >= 0 else None
 
     server = Server(fails)
     answers = await gather(server, [NewJob(number) for number in range(3)])
     assert server.flushes == [["0", "1", "2"]] * 2
+    assert names == ["insert_events", "insert_missing_events"]
     if times == 1:
         assert [answer[0].status for answer in answers if isinstance(answer, list)] == ["created"] * 3
     else:

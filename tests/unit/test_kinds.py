@@ -9,6 +9,8 @@ import pytest
 
 from pgworker import App, ConfigError, Job, NewJob, Park, Pause, Retry
 from pgworker.client import put_jobs
+from pgworker.kind import declare_kind
+from pgworker.policy import make_policy
 from pgworker.tablemap import TableMap
 from tests.handles import untyped
 
@@ -74,6 +76,10 @@ def test_bare_payloads_for_enqueue_many() -> None:
     with pytest.raises(ConfigError, match=r"takes NewJob objects, got dict"):
         next(put_jobs(TableMap(), untyped("work"), bare, if_pending="replace"))
     assert next(put_jobs(TableMap(), untyped("work"), [NewJob(1)], if_pending="replace")).name == "insert_events"
+    told = declare_kind(
+        "work", make_policy("standard", {"facts": "all"}), payload=object, payload_limit=None, version=1
+    )
+    assert next(put_jobs(TableMap(), told, [NewJob(1)], if_pending="replace")).name == "insert_missing_events"
     assert next(put_jobs(TableMap(), untyped("work"), [NewJob(1, "k")], if_pending="replace")).name == "insert_jobs"
 
 

@@ -27,6 +27,7 @@ BUILT: dict[str, Statement[Any]] = {
     for statement in (
         statements.insert_jobs(TABLES, "work", [Insert("k", "r", 0, 0, 0.0, None, None, "1")], version=1, keep=False),
         statements.insert_events(TABLES, "work", [Insert("k", "", 0, 0, 0.0, None, None, "1")], version=1),
+        statements.insert_missing_events(TABLES, "work", [Insert("k", "", 0, 0, 0.0, None, None, "1")], version=1),
         statements.survey_lanes(TABLES, ["work"]),
         statements.claim_jobs(
             TABLES, LANE, limit=1, token=uuid4(), runner="r", ttl_seconds=1.0, max_evictions=None, version=1
