@@ -23,7 +23,9 @@ from pgworker.tablemap import TableMap
 _log = logging.getLogger("pgworker")
 
 REAP_EVERY = timedelta(seconds=15)
-REPORT_EVERY = timedelta(seconds=5)
+REPORT_EVERY = timedelta(seconds=7)
+REPORT_AGAIN = timedelta(seconds=1)
+"""After a report that failed: a runner is taken for gone when nothing is heard of it for ten seconds."""
 EXPIRE_EVERY = timedelta(minutes=1)
 _SIGN_OFF_SECONDS = 1.0  # a stop must not wait for what is only a courtesy
 _PAGE = 1_000  # rows read by one statement: a few milliseconds, however long the backlog
@@ -55,8 +57,12 @@ async def _reap_queue(queue: Queue, surveys: Surveys, database: Database, wake: 
 
 
 async def reap(queue: Queue, surveys: Surveys, database: Database) -> int:
-    """One pass over all lanes, in short statements; returns how many jobs are claimable again."""
-    return sum([await _reap_lane(queue, database, due.lane) for due in await surveys.look(queue)])
+    """One pass over all lanes, in short statements; returns how many jobs are claimable again.
+
+    A runner that polls has just seen which lanes there are; one that has come since then is for the next pass.
+    """
+    dues = await surveys.recent(queue, within=REAP_EVERY.total_seconds())
+    return sum([await _reap_lane(queue, database, due.lane) for due in dues])
 
 
 async def _reap_lane(queue: Queue, database: Database, lane: Lane) -> int:
@@ -107,11 +113,13 @@ async def report_forever(
 ) -> None:
     """Report every few seconds how this process's runners fare; an error is logged and tried at the next turn."""
     while True:
+        pause = REPORT_EVERY
         try:
             await database.run(report_runners(tables, runner, statuses(), release=RELEASE))
         except (psycopg.Error, TimeoutError) as error:
             _log.warning("report failed, trying again error=%s", type(error).__name__)
-        await anyio.sleep(REPORT_EVERY.total_seconds())
+            pause = min(pause, REPORT_AGAIN)
+        await anyio.sleep(pause.total_seconds())
 
 
 async def sign_off(tables: TableMap, database: Database, runner: str) -> None:

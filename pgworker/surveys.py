@@ -36,17 +36,30 @@ class Surveys:
     def __init__(self, database: Database) -> None:
         self._database = database
         self._next: _Look | None = None
+        self._latest: dict[str, tuple[float, list[Due]]] = {}
+        """By kind, the last answer, and when it was asked for."""
         self._phase = random.random()  # noqa: S311 - processes that were started together shall not poll together
 
     def until_poll(self, poll: float) -> float:
         """Seconds to the next poll of a kind that polls so often: at one instant for all that have the same rhythm."""
         return poll - (time.monotonic() + self._phase * poll) % poll
 
+    async def recent(self, queue: Queue, *, within: float) -> list[Due]:
+        """As look, if nobody has looked within so many seconds; else what was seen then."""
+        asked_at, dues = self._latest.get(queue.kind.name, (float("-inf"), []))
+        return dues if time.monotonic() - asked_at <= within else await self.look(queue)
+
     async def look(self, queue: Queue) -> list[Due]:
         """The lanes of a queue that have unfinished jobs; an app's own table has a statement of its own.
 
         Raises psycopg.Error or TimeoutError. Sees cancelling through.
         """
+        asked_at = time.monotonic()
+        dues = await self._look(queue)
+        self._latest[queue.kind.name] = asked_at, dues
+        return dues
+
+    async def _look(self, queue: Queue) -> list[Due]:
         if not isinstance(queue, JobsTable):
             return await self._database.run(queue.survey())
         look = self._next or _Look()

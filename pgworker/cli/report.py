@@ -12,7 +12,7 @@ from pgworker.cli.output import age
 from pgworker.operations import KindCount, KindPause, Lag
 from pgworker.presence import Presence
 
-STALE_SECONDS = 10.0  # two reports missed
+STALE_SECONDS = 10.0  # a report missed, and those that should have made up for it
 
 _PENDING = ("ready", "running", "scheduled", "expired")
 _ENDED = ("succeeded", "failed", "cancelled")

@@ -43,7 +43,7 @@ def status(
     """Show the jobs of each kind by state, and who works on them.
 
     First all jobs by state, then those that have not ended by urgency, with the age of the oldest that is ready, then
-    runners. A runner reports every five seconds; after ten of silence it is stale: killed, frozen or cut off. Counts
+    runners. A runner reports every seven seconds; after ten of silence it is stale: killed, frozen or cut off. Counts
     are exact up to 10,000; beyond, they end with a plus sign.
     """
     with reported(debug=debug):

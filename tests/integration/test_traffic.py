@@ -45,7 +45,7 @@ async def until_quiet(proxy: Proxy) -> int:
 
 
 @pytest.mark.field("L33")
-async def test_an_idle_worker_asks_at_most_twice_a_poll(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_idle_worker_asks_hardly_more_than_once_a_poll(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("REAP_EVERY", "REPORT_EVERY"):  # everything ten times as fast as it is
         monkeypatch.setattr(pgworker.maintenance, name, getattr(pgworker.maintenance, name) / 10)
     app = App(proxy.dsn)
@@ -64,7 +64,7 @@ async def test_an_idle_worker_asks_at_most_twice_a_poll(proxy: Proxy, monkeypatc
         sent = proxy.sent[started:]
     assert count(proxy, "claim_jobs") == 0
     assert count(proxy, "report_runners", since=started) >= 3
-    assert len(sent) <= 60, sorted({text[:60] for _, text in sent})
+    assert len(sent) <= 1.2 * 30 + 1, sorted({text[:60] for _, text in sent})
 
 
 @pytest.mark.parametrize("hints", [1, 5], ids=["one hint", "five hints"])

@@ -313,6 +313,22 @@ async def test_one_who_is_cancelled_holds_up_nobody() -> None:
     assert [each.lane.kind for each in seen] == ["b"]
 
 
+async def test_what_has_just_been_seen_is_not_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("pgworker.surveys.time.monotonic", lambda: now[0])
+    asked = Asked()
+    surveys = Surveys(cast("Any", asked))
+    asked.go_on.set()
+    first = await surveys.recent(queue("a"), within=15.0)
+    now[0] += 15.0
+    assert await surveys.recent(queue("a"), within=15.0) == first
+    assert asked.kinds == [["a"]]
+    await surveys.recent(queue("b"), within=15.0)  # another's is of no use
+    now[0] += 0.1
+    await surveys.recent(queue("a"), within=15.0)
+    assert asked.kinds == [["a"], ["b"], ["a"]]
+
+
 def test_all_that_have_one_rhythm_poll_at_one_instant(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
     monkeypatch.setattr("pgworker.surveys.time.monotonic", lambda: now[0])
