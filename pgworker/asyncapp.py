@@ -72,7 +72,7 @@ class AsyncApp:
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
-        self._databases: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Door] = weakref.WeakKeyDictionary()
+        self._doors: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Door] = weakref.WeakKeyDictionary()
 
     # --- enqueue ----------------------------------------------------------------------------------------------------
 
@@ -255,16 +255,16 @@ class AsyncApp:
     def _door(self) -> _Door:
         """This event loop's. Asked for by what is to be sent: what is refused unsent must leave nothing behind."""
         loop = asyncio.get_running_loop()
-        door = self._databases.get(loop)
+        door = self._doors.get(loop)
         if door is None or door.pid != os.getpid():
             self._abandon_closed_loops()
-            door = self._databases[loop] = _Door(self._registry)
+            door = self._doors[loop] = _Door(self._registry)
         return door
 
     def _abandon_closed_loops(self) -> None:
         """Each asyncio.run() has a loop of its own, whose pools hold it: nothing else would ever let go of the two."""
-        for loop in [loop for loop in list(self._databases) if loop.is_closed()]:
-            door = self._databases.pop(loop)
+        for loop in [loop for loop in list(self._doors) if loop.is_closed()]:
+            door = self._doors.pop(loop)
             if door.pid == os.getpid():
                 door.abandon()
 
@@ -276,7 +276,7 @@ class AsyncApp:
 
     async def close(self) -> None:
         """Close this loop's pools, end waits for results, send what hints are left. The app may be used again."""
-        door = self._databases.pop(asyncio.get_running_loop(), None)
+        door = self._doors.pop(asyncio.get_running_loop(), None)
         if door is not None:
             await door.close()
         await anyio.to_thread.run_sync(self._registry.close, limiter=anyio.CapacityLimiter(1))

@@ -193,7 +193,7 @@ class Finisher:
         """After an error: part a batch with a poisonous value, fail the value's own job, else try again later."""
         now = time.monotonic()
         if _is_the_values_fault(error) and len(endings) > 1:
-            self._putapart(endings, 2)
+            self._put_apart(endings, 2)
         elif _is_the_values_fault(error) and isinstance(endings[0].decision, Success):
             endings[0].decide_anew(Failed(RESULT_REJECTED, type(error).__name__))
             self._put(endings, now)
@@ -214,7 +214,7 @@ class Finisher:
         for ending in endings:
             ending.stalls += 1
         if len(endings) > 1:
-            self._putapart(endings, _PARTS)
+            self._put_apart(endings, _PARTS)
         else:
             lasting = not isinstance(error, LockNotAvailable) and await self._is_too_much(error)
             self._put_patient(endings, error, lasting=lasting, pause=backoff(endings[0].stalls))
@@ -229,7 +229,7 @@ class Finisher:
             return False
         return True
 
-    def _putapart(self, endings: Sequence[Ending], parts: int) -> None:
+    def _put_apart(self, endings: Sequence[Ending], parts: int) -> None:
         size = -(-len(endings) // parts)
         for first in range(0, len(endings), size):
             self._put(endings[first : first + size], time.monotonic())

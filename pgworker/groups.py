@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 MAX_ROWS: Final = 500
 MAX_BYTES: Final = 8 * 1024 * 1024
+_PARTS: Final = 8
+"""The fewer steps lead to the call at fault, the less the others wait: each may wait for a lock until that is given up."""
 
 _CONFLICTS = (pg.LockNotAvailable, pg.DeadlockDetected, pg.SerializationFailure)
 
@@ -125,9 +127,7 @@ def _may_join(order: Order, barred: set[str], replaceable: dict[str, int]) -> bo
 
 def _is_replaceable(order: Order, replaceable: dict[str, int]) -> bool:
     """Whether whatever of the order has an earlier row takes its place, and nothing tells that there was one."""
-    return not order.keep and all(
-        not row.revision and row.urgency == replaceable.get(row.key, row.urgency) for row in order.rows
-    )
+    return all(not row.revision and row.urgency == replaceable.get(row.key, row.urgency) for row in order.rows)
 
 
 def _join(order: Order, barred: set[str], replaceable: dict[str, int]) -> None:
@@ -146,7 +146,7 @@ class Groups:
     it: whoever started it may be cancelled, by whatever means, and harms nobody.
 
     `shared` gives up soon on rows that others hold; `alone`, over other connections, waits for them up to the deadline.
-    A flush that a value or a lock spoils is tried again by halves, beside those that follow, down to the one call that
+    A flush that a value or a lock spoils is tried again in parts, beside those that follow, down to the one call that
     is at fault: it alone waits, or gets the error. `committed` is told of each commit: the kind, and whether running
     jobs were superseded.
 
@@ -246,14 +246,13 @@ class Groups:
             self._serve(line)
 
     def _try_again(self, line: Line, calls: Sequence[Call], done: Done) -> Sequence[Call]:
-        """Start flushes for both halves, or for one call alone; returns the calls that need none."""
+        """Start flushes for parts, or for one call alone; returns the calls that need none."""
         ended = [call for call in calls if call.answer.done() or done.covers(call.order)]
         _answer(ended, done)
         apart = line.part([call for call in calls if call not in ended])
-        middle = (len(apart) + 1) // 2
-        for half in (apart[:middle], apart[middle:]):
-            if half:
-                self._spawn(self._flush(line, half, done, alone=len(calls) == 1))
+        size = -(-len(apart) // _PARTS)
+        for first in range(0, len(apart), size or 1):
+            self._spawn(self._flush(line, apart[first : first + size], done, alone=len(calls) == 1))
         return ended
 
     async def _send(self, calls: Sequence[Call], done: Done, run: Run) -> None:

@@ -10,9 +10,7 @@ from datetime import timedelta
 import anyio
 import psycopg
 
-from pgworker import operations
 from pgworker.db import Database
-from pgworker.job import State
 from pgworker.presence import forget_runners, report_runners
 from pgworker.queue import Queue
 from pgworker.schema.files import release
@@ -26,7 +24,6 @@ REAP_EVERY = timedelta(seconds=15)
 REPORT_EVERY = timedelta(seconds=7)
 REPORT_AGAIN = timedelta(seconds=1)
 """After a report that failed: a runner is taken for gone when nothing is heard of it for ten seconds."""
-EXPIRE_EVERY = timedelta(minutes=1)
 _SIGN_OFF_SECONDS = 1.0  # a stop must not wait for what is only a courtesy
 _PAGE = 1_000  # rows read by one statement: a few milliseconds, however long the backlog
 RELEASE = release()
@@ -74,38 +71,6 @@ async def _reap_lane(queue: Queue, database: Database, lane: Lane) -> int:
         if page.cursor is None or page.read < _PAGE:
             return freed
         after = page.cursor
-
-
-async def expire_results_forever(tables: TableMap, kind: str, ttl: timedelta, database: Database) -> None:
-    """Once a minute, delete the results of a kind that are older than that; errors are logged and outwaited."""
-    places: dict[State, operations.Cursor] = {}
-    while True:
-        await anyio.sleep(EXPIRE_EVERY.total_seconds() * random.uniform(0.9, 1.1))  # noqa: S311 - spreads, guards nothing
-        try:
-            await expire_results(tables, kind, ttl, database, places)
-        except (psycopg.Error, TimeoutError) as error:
-            _log.warning("old results cannot be deleted, trying again error=%s", type(error).__name__)
-
-
-async def expire_results(
-    tables: TableMap, kind: str, ttl: timedelta, database: Database, places: dict[State, operations.Cursor]
-) -> None:
-    """One pass in short statements, from these places on; keeps there up to where nothing is left to do.
-
-    A job that has failed or was cancelled may have a result, too: that of the work before.
-    """
-    states: tuple[State, ...] = ("succeeded", "failed", "cancelled")
-    for state in states:
-        read = _PAGE
-        while read == _PAGE:
-            after = places.get(state, operations.BEGINNING)
-            page = await database.run(
-                operations.expire_results(
-                    tables, kind, state, ttl_seconds=ttl.total_seconds(), after=after, limit=_PAGE
-                )
-            )
-            read = page.read
-            places[state] = page.cursor or after
 
 
 async def report_forever(

@@ -1,4 +1,4 @@
-"""Statements of whoever runs the system: retry, rebuild, cancel and forget jobs, pause kinds, and see what waits."""
+"""Statements of whoever runs the system: steer jobs and kinds, see what waits, read results, delete what is old."""
 
 from __future__ import annotations
 
@@ -94,14 +94,6 @@ class Seen(NamedTuple):
     """How long the value has been kept."""
 
 
-class Expired(NamedTuple):
-    """What one page of old results held; `cursor` is its last job, None when the page was empty."""
-
-    read: int
-    deleted: int
-    cursor: Cursor | None
-
-
 def find_job(tables: TableMap, kind: str, key: str) -> Statement[list[int]]:
     """The id of this key's job, in a list that may be empty."""
     return statement("find_job", tables, {"kind": kind, "key": key}, read_rows(int))
@@ -190,23 +182,8 @@ def read_results(tables: TableMap, wanted: Sequence[tuple[str, str]]) -> Stateme
     return statement("read_results", tables, parameters, read_rows(Seen))
 
 
-def expire_results(
-    tables: TableMap, kind: str, state: State, *, ttl_seconds: float, after: Cursor, limit: int
-) -> Statement[Expired]:
-    """Read up to `limit` jobs after the cursor that ended in this state longer ago than that; delete their results."""
-
-    def read(rows: Sequence[Row]) -> Expired:
-        if not rows:
-            return Expired(0, 0, None)
-        count, deleted, at, last_id = rows[0]
-        return Expired(cast("int", count), cast("int", deleted), (cast("str", at), cast("int", last_id)))
-
-    parameters = {"kind": kind, "state": state, "ttl": ttl_seconds, "limit": limit} | _after(after)
-    return statement("expire_results", tables, parameters, read)
-
-
 class Shelf(NamedTuple):
-    """The ended jobs of one kind and state: for how long they are kept, and up to where they were looked through."""
+    """The ended jobs of one kind and state: how long something of them is kept, and where that was left off."""
 
     kind: str
     state: State
@@ -214,7 +191,7 @@ class Shelf(NamedTuple):
     after: Cursor = BEGINNING
 
 
-class Cleared(NamedTuple):
+class PrunedJobs(NamedTuple):
     """What a page of one shelf held, and what became of it; `cursor` is its last job."""
 
     read: int
@@ -223,7 +200,15 @@ class Cleared(NamedTuple):
     cursor: Cursor
 
 
-class Torn(NamedTuple):
+class PrunedResults(NamedTuple):
+    """What a page of one shelf held, and how many results went; `cursor` is its last job, None when it was empty."""
+
+    read: int
+    deleted: int
+    cursor: Cursor | None
+
+
+class PrunedFacts(NamedTuple):
     """What a page of the journal held; `last` is its last id, None when the page was empty."""
 
     read: int
@@ -231,15 +216,15 @@ class Torn(NamedTuple):
     last: int | None
 
 
-def prune_jobs(tables: TableMap, shelves: Sequence[Shelf], *, limit: int) -> Statement[dict[int, Cleared]]:
+def prune_jobs(tables: TableMap, shelves: Sequence[Shelf], *, limit: int) -> Statement[dict[int, PrunedJobs]]:
     """Delete the events and empty the keyed jobs that are past their time: up to `limit` of each shelf.
 
     Answers by the shelf's number; one without an answer has nothing that is old enough, or is another process's turn.
     """
 
-    def read(rows: Sequence[Row]) -> dict[int, Cleared]:
+    def read(rows: Sequence[Row]) -> dict[int, PrunedJobs]:
         return {
-            cast("int", number): Cleared(
+            cast("int", number): PrunedJobs(
                 cast("int", count), cast("int", deleted), cast("int", emptied), (cast("str", at), cast("int", last_id))
             )
             for number, count, at, last_id, deleted, emptied in rows
@@ -257,11 +242,24 @@ def prune_jobs(tables: TableMap, shelves: Sequence[Shelf], *, limit: int) -> Sta
     return statement("prune_jobs", tables, parameters, read)
 
 
-def prune_facts(tables: TableMap, *, keep_seconds: float, after: int, limit: int) -> Statement[Torn]:
+def expire_results(tables: TableMap, shelf: Shelf, *, limit: int) -> Statement[PrunedResults]:
+    """Read up to `limit` jobs that ended longer ago than the shelf keeps, and delete their results of such an age."""
+
+    def read(rows: Sequence[Row]) -> PrunedResults:
+        if not rows:
+            return PrunedResults(0, 0, None)
+        count, deleted, at, last_id = rows[0]
+        return PrunedResults(cast("int", count), cast("int", deleted), (cast("str", at), cast("int", last_id)))
+
+    parameters = {"kind": shelf.kind, "state": shelf.state, "ttl": shelf.keep_seconds, "limit": limit}
+    return statement("expire_results", tables, parameters | _after(shelf.after), read)
+
+
+def prune_facts(tables: TableMap, *, keep_seconds: float, after: int, limit: int) -> Statement[PrunedFacts]:
     """Read up to `limit` facts after this id, and delete those that are older than that."""
     turn = f"pgworker prune {tables.schema} facts"
     parameters = {"keep": keep_seconds, "after": after, "limit": limit, "turn": turn}
-    return statement("prune_facts", tables, parameters, lambda rows: read_rows(Torn)(rows)[0])
+    return statement("prune_facts", tables, parameters, lambda rows: read_rows(PrunedFacts)(rows)[0])
 
 
 def wait_briefly(tables: TableMap, seconds: float) -> Statement[None]:

@@ -28,7 +28,7 @@ from pgworker.hints import Hints
 from pgworker.kind import Kind
 from pgworker.leases import LeaseKeeper
 from pgworker.listener import Listener
-from pgworker.maintenance import expire_results_forever, reap_forever, report_forever, sign_off
+from pgworker.maintenance import reap_forever, report_forever, sign_off
 from pgworker.middleware import Middleware
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.queue import JobsTable, Queue, RowsQueue
@@ -180,9 +180,6 @@ class Worker:
             listener.subscribe(kind, runner.wake.set)
             listener.subscribe_control(kind, partial(shared.leases.verify, kind))
             listener.subscribe_control(kind, runner.wake.set)  # for a pause: the status shows it with the next survey
-            ttl = runner.kind.policy.result_ttl
-            if ttl is not None:
-                group.start_soon(expire_results_forever, tables, kind, ttl, database)
         wakes = {runner.kind.name: runner.wake.set for runner in self._runners}
         group.start_soon(reap_forever, list(self._queues.values()), shared.surveys, database, wakes)
         group.start_soon(prune_forever, tables, self._kinds, database)

@@ -24,7 +24,7 @@ from tests.handles import Hand
 
 @pytest.fixture
 def stage(dsn: str, hand: Hand, admin: Admin, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
-    for name in ("REAP_EVERY", "REPORT_EVERY", "EXPIRE_EVERY"):
+    for name in ("REAP_EVERY", "REPORT_EVERY"):
         monkeypatch.setattr(pgworker.maintenance, name, timedelta(seconds=0.1))
     monkeypatch.setattr(pgworker.retention, "PRUNE_EVERY", timedelta(seconds=0.1))
     monkeypatch.setattr(pgworker.waits, "POLL_SECONDS", 0.1)

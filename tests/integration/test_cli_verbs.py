@@ -217,11 +217,11 @@ def test_prune_does_what_workers_would_do_and_says_how_much(
         " values (clock_timestamp() - interval '31 days', 1, 1, 0, 'any', 'k', '', 'enqueued')"
     )
     named = invoke("prune", "kept", "--app", jobs_app, dsn=dsn)
-    assert named == (0, "deleted 0 jobs, the payloads of 0 keyed ones, and 0 facts\n", "")
+    assert named == (0, "deleted 0 jobs, the payloads of 0 keyed ones, 0 results, and 0 facts\n", "")
     every = invoke("prune", "--app", jobs_app, dsn=dsn)
-    assert every == (0, "deleted 2 jobs, the payloads of 1 keyed ones, and 1 facts\n", "")
+    assert every == (0, "deleted 2 jobs, the payloads of 1 keyed ones, 0 results, and 1 facts\n", "")
     again = invoke("prune", "work", "--app", jobs_app, "--json", dsn=dsn)
-    assert json.loads(again.out) == {"jobs": 0, "payloads": 0, "facts": 0}
+    assert json.loads(again.out) == {"jobs": 0, "payloads": 0, "results": 0, "facts": 0}
     assert admin.execute("select count(*) from pgworker.jobs").fetchone() == (7,)
     assert [invoke("prune", kind, "--app", jobs_app, dsn=dsn).code for kind in ("elsewhere", "own", "nobody")] == [
         2,

@@ -256,7 +256,7 @@ async def test_options_that_cannot_be_are_refused_before_a_connection_is_made(
             await app.enqueue("work", **options)
         with pytest.raises(error, match=says):
             app.sync.enqueue("work", **options)
-    assert not app._databases
+    assert not app._doors
     assert not app.sync._databases
 
 

@@ -145,7 +145,7 @@ async def test_a_pause_that_cannot_be_is_refused_unsent(app: App, options: dict[
         await app.pause("work", **options)
     with pytest.raises(ConfigError, match=said):
         app.sync.pause("work", **options)
-    assert not app._databases
+    assert not app._doors
 
 
 async def test_a_pause_past_what_a_driver_reads_is_shown_as_one_without_an_end(app: App) -> None:

@@ -37,17 +37,20 @@ from pgworker import (
     Superseded,
     UnknownJob,
     UnknownKind,
-    maintenance,
 )
+from pgworker import retention as retention_module
 from pgworker import waiter as waiter_module
 from pgworker import waits as waits_module
-from pgworker.db import Database
-from pgworker.operations import BEGINNING, expire_results, read_results
+from pgworker.db import Database, drive_sync
+from pgworker.kind import declare_kind
+from pgworker.operations import Shelf, expire_results, read_results
 from pgworker.outcome import Settlement
-from pgworker.policy import STORE_TIMEOUT
+from pgworker.policy import make_policy
+from pgworker.retention import Retention
 from pgworker.statements import Statement
 from tests.databases import TABLES
 from tests.handles import FAIL, RETRY, Hand, Recorder, row, running
+from tests.handles import hand as make_hand
 
 Admin: TypeAlias = psycopg.Connection[TupleRow]
 
@@ -884,20 +887,18 @@ async def test_a_result_past_its_time_to_live_is_not_handed_out(app: App, hand: 
         await app.result("work", "old")
 
 
-async def expire(dsn: str, places: dict[Any, Any]) -> None:
-    database = Database(dsn, "maintenance", deadline=STORE_TIMEOUT, connections=1)
-    await database.open()
-    try:
-        await maintenance.expire_results(TABLES, "work", timedelta(seconds=60), database, places)
-    finally:
-        await database.close()
+def keeping_a_minute() -> Retention:
+    """Results of kind work go after that; jobs stay."""
+    policy = make_policy("standard", {"result_ttl": timedelta(minutes=1), "keep": -1, "keep_failed": -1})
+    kind = declare_kind("work", policy, payload=object, payload_limit=None, version=1)
+    return Retention(TABLES, [kind], facts=False)
 
 
 @pytest.mark.ruling("2.14")
 async def test_results_past_their_time_to_live_are_deleted_and_missed(
-    waiting: App, dsn: str, hand: Hand, admin: Admin, monkeypatch: pytest.MonkeyPatch
+    waiting: App, hand: Hand, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maintenance, "_PAGE", 2)  # so that it takes several
+    monkeypatch.setattr(retention_module, "_PAGE", 2)  # so that it takes several
     other = Hand(hand.connection, kind="other")
     other.enqueue("old")
     other.finish(other.claim()[0], "1")
@@ -916,10 +917,10 @@ async def test_results_past_their_time_to_live_are_deleted_and_missed(
                 hand.finish(claim, '"second"')
     let_time_pass(admin, 70, *old)
     admin.execute("update pgworker.results set finished_at = clock_timestamp() where key = 'anew'")
-    looked = hand.send(expire_results(TABLES, "work", "failed", ttl_seconds=60, after=BEGINNING, limit=10))
+    looked = hand.send(expire_results(TABLES, Shelf("work", "failed", 60), limit=10))
     assert (looked.read, looked.deleted) == (1, 1)  # one of four states at a time
-    places: dict[Any, Any] = {}
-    await expire(dsn, places)
+    retention = keeping_a_minute()
+    assert drive_sync(retention.prune(), hand.send) == (0, 0, 4, 0)
     assert results_of(admin) == {"young", "superseded", "anew", "other old"}
     with pytest.raises(ResultGone):
         await waiting.result("work", "old")
@@ -929,29 +930,31 @@ async def test_results_past_their_time_to_live_are_deleted_and_missed(
     admin.execute(
         "update pgworker.jobs set finished_at = clock_timestamp() - interval '65 seconds' where key = 'young'"
     )
-    await expire(dsn, places)
+    assert drive_sync(retention.prune(), hand.send) == (0, 0, 1, 0)
     assert results_of(admin) == {"superseded", "anew", "other old"}
 
 
 @pytest.mark.ruling("2.14")
-async def test_deleting_old_results_waits_for_nobody_and_meets_no_new_one(
-    waiting: App, dsn: str, hand: Hand, admin: Admin
-) -> None:
+def test_deleting_old_results_waits_for_nobody_and_comes_back(dsn: str, hand: Hand, admin: Admin) -> None:
     hand.enqueue("a", "r1")
     hand.finish(hand.claim()[0], '"first"')
     let_time_pass(admin, 70, "a")
+    retention = keeping_a_minute()
+    other = make_hand(dsn)
     with hand.connection.transaction():
         hand.connection.execute("select from pgworker.results where key = 'a' for update")  # as a finish does
-        with anyio.fail_after(4):  # a wait would take until its statement's deadline
-            await expire(dsn, {})
-        assert results_of(admin) == {"a"}
+        assert drive_sync(retention.prune(), other.send) == (0, 0, 0, 0)  # a wait would never end
+    assert drive_sync(retention.prune(), other.send) == (0, 0, 0, 0)  # its page has passed
+    retention.begin_anew()
+    assert drive_sync(retention.prune(), other.send) == (0, 0, 1, 0)
+    other.connection.close()
 
 
 @pytest.mark.ruling("2.14")
 async def test_a_worker_deletes_what_is_past_its_time(
     app: App, hand: Hand, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(maintenance, "EXPIRE_EVERY", timedelta(seconds=0.02))
+    monkeypatch.setattr(retention_module, "PRUNE_EVERY", timedelta(seconds=0.02))
 
     @app.kind("work", result_ttl=timedelta(minutes=1))
     async def work(job: Job[str]) -> str:

@@ -16,12 +16,22 @@ import pytest
 
 import pgworker.retention as retention_module
 from pgworker import App, Job, NewJob, PayloadPruned, ResultGone, TableQueue, UnknownJob
-from pgworker.db import drive_sync
+from pgworker.db import Database, drive_sync
 from pgworker.job import State
 from pgworker.kind import Kind
-from pgworker.operations import BEGINNING, Cleared, Cursor, Shelf, expire_results, list_ended, prune_facts, prune_jobs
+from pgworker.operations import (
+    BEGINNING,
+    Cursor,
+    PrunedJobs,
+    Shelf,
+    expire_results,
+    list_ended,
+    prune_facts,
+    prune_jobs,
+)
 from pgworker.outcome import Settlement
-from pgworker.retention import Pruned, Retention, prune_forever
+from pgworker.policy import STORE_TIMEOUT
+from pgworker.retention import Pruned, Retention, prune_apart, prune_forever
 from pgworker.statements import Statement
 from tests.databases import TABLES
 from tests.handles import FAIL, Hand, age, copy_of, result, row, running
@@ -81,7 +91,7 @@ def shelf(state: State = "succeeded", *, kind: str = "work", days: float = 7, af
     return Shelf(kind, state, days * DAY, after)
 
 
-def prune(*shelves: Shelf, limit: int = 1000) -> Statement[dict[int, Cleared]]:
+def prune(*shelves: Shelf, limit: int = 1000) -> Statement[dict[int, PrunedJobs]]:
     return prune_jobs(TABLES, shelves or [shelf()], limit=limit)
 
 
@@ -94,7 +104,7 @@ def kinds(app: App, *names: str, **options: Any) -> list[Kind]:
 
 
 def clear(hand: Hand, retention: Retention) -> Pruned:
-    return drive_sync(retention.clear(), hand.send)
+    return drive_sync(retention.prune(), hand.send)
 
 
 # --- what goes ------------------------------------------------------------------------------------------------------
@@ -109,17 +119,17 @@ def test_by_default_an_event_goes_and_a_key_stays(
     key = end(hand, key, revision, state=state, days=days - 0.01)
     retention = Retention(TABLES, kinds(app, "work"))
     before = row(admin, key)
-    assert clear(hand, retention) == (0, 0, 0)
+    assert clear(hand, retention) == (0, 0, 0, 0)
     assert (row(admin, key), results(admin)) == (before, {key})
     admin.execute("update pgworker.jobs set finished_at = finished_at - interval '0.02 days'")
     before = row(admin, key)
     pruned = clear(hand, retention)
     if before["event"]:
-        assert (pruned, keys(admin), results(admin)) == ((1, 0, 0), set(), set())
+        assert (pruned, keys(admin), results(admin)) == ((1, 0, 0, 0), set(), set())
     elif state == "failed":
-        assert (pruned, row(admin, key), results(admin)) == ((0, 0, 0), before, {key})
+        assert (pruned, row(admin, key), results(admin)) == ((0, 0, 0, 0), before, {key})
     else:
-        assert (pruned, row(admin, key), results(admin)) == ((0, 1, 0), {**before, "payload": None}, set())
+        assert (pruned, row(admin, key), results(admin)) == ((0, 1, 0, 0), {**before, "payload": None}, set())
 
 
 @pytest.mark.ruling("2.1")
@@ -128,7 +138,7 @@ def test_what_has_not_ended_stays_however_old(app: App, hand: Hand, admin: Admin
     hand.claim(1)
     age(admin, 1000 * DAY)
     admin.execute("update pgworker.jobs set finished_at = ready_at where key = 'k'")  # which nothing of ours would do
-    assert clear(hand, Retention(TABLES, kinds(app, "work"))) == (0, 0, 0)
+    assert clear(hand, Retention(TABLES, kinds(app, "work"))) == (0, 0, 0, 0)
     assert len(payloads(admin)) == 3
 
 
@@ -186,7 +196,7 @@ def test_a_kind_may_keep_only_what_has_failed(app: App, hand: Hand, admin: Admin
     retention = Retention(TABLES, kinds(app, "work", keep_failed=-1))
     failed = end(hand, None, state="failed", days=4000)
     end(hand, None, days=8)
-    assert clear(hand, retention) == (1, 0, 0)
+    assert clear(hand, retention) == (1, 0, 0, 0)
     assert keys(admin) == {failed}
 
 
@@ -255,15 +265,15 @@ def test_a_pass_goes_on_page_after_page_and_keeps_its_place(
         return hand.send(statement)
 
     retention = Retention(TABLES, kinds(app, "work", "second"))
-    assert drive_sync(retention.clear(), send) == (9, 9, 0)
+    assert drive_sync(retention.prune(), send) == (9, 9, 0, 0)
     assert all(shelves * limit <= 6 for shelves, limit in asked), "no statement looks at more than a page"
     assert asked[0] == (6, 1)
     assert asked[1] == (2, 3)  # those that had more
     assert (keys(admin), payloads(admin)) == ({f"k{number}" for number in range(9)}, set())
     end(hand, None, days=9)  # behind where the pass went
-    assert clear(hand, retention) == (0, 0, 0)
+    assert clear(hand, retention) == (0, 0, 0, 0)
     retention.begin_anew()
-    assert clear(hand, retention) == (1, 0, 0)
+    assert clear(hand, retention) == (1, 0, 0, 0)
 
 
 def test_many_kinds_take_several_statements(
@@ -275,7 +285,7 @@ def test_many_kinds_take_several_statements(
     for hand.kind in names:
         for _ in range(2):
             end(hand, None, days=8)
-    assert clear(hand, retention) == (6, 0, 0)
+    assert clear(hand, retention) == (6, 0, 0, 0)
     assert keys(admin) == set()
 
 
@@ -401,9 +411,7 @@ def test_what_goes_and_what_stays_are_one_list_of_ended_jobs(hand: Hand, admin: 
         assert listed == ids
     read = deleted = 0
     after = BEGINNING
-    while (
-        old := hand.send(expire_results(TABLES, "work", state, ttl_seconds=11.5 * DAY, after=after, limit=5))
-    ).cursor:
+    while (old := hand.send(expire_results(TABLES, Shelf("work", state, 11.5 * DAY, after), limit=5))).cursor:
         after, read, deleted = old.cursor, read + old.read, deleted + old.deleted
     left = admin.execute("select key from pgworker.results where kind = 'work'").fetchall()
     assert (read, deleted, {key for (key,) in left}) == (9, 8, {renewed} | {key for _, key, _ in in_order[9:]})
@@ -440,17 +448,17 @@ def test_facts_go_after_thirty_days_from_the_beginning_of_the_journal(
     monkeypatch.setattr(retention_module, "_PAGE", 3)
     told = tell(admin, 40, 39, 38, 37, 36, 35, 34, 29, 33, 28, 27, 26, 32)
     retention = Retention(TABLES, kinds(app, "work"))
-    assert clear(hand, retention) == (0, 0, 8)
+    assert clear(hand, retention) == (0, 0, 0, 8)
     assert facts(admin) == [told[7], *told[9:]], "it ends at the first page with young ones"
-    assert clear(hand, retention) == (0, 0, 0)
-    assert clear(hand, Retention(TABLES, [], facts=False)) == (0, 0, 0)
+    assert clear(hand, retention) == (0, 0, 0, 0)
+    assert clear(hand, Retention(TABLES, [], facts=False)) == (0, 0, 0, 0)
     admin.execute("update pgworker.facts set at = at - interval '10 days'")
-    assert clear(hand, retention) == (0, 0, 5)
+    assert clear(hand, retention) == (0, 0, 0, 5)
     tell(admin, 40, 39, 38)
-    assert clear(hand, retention) == (0, 0, 3)
-    assert clear(hand, retention) == (0, 0, 0)
+    assert clear(hand, retention) == (0, 0, 0, 3)
+    assert clear(hand, retention) == (0, 0, 0, 0)
     tell(admin, 40)
-    assert clear(hand, retention) == (0, 0, 1), "an empty page, or another's turn, loses no place"
+    assert clear(hand, retention) == (0, 0, 0, 1), "an empty page, or another's turn, loses no place"
 
 
 def test_a_page_of_facts_begins_after_an_id_and_is_one_process_turn(hand: Hand, other: Hand, admin: Admin) -> None:
@@ -489,8 +497,8 @@ def test_kinds_of_own_tables_are_passed_over(app: App, hand: Hand, admin: Admin)
     columns = ("key", "revision", "state", "token", "lease_expires_at", "ready_at", "attempts")
     queue = TableQueue("public.things", **cast("dict[str, Any]", {column: column for column in columns}))
     end(hand, None, days=8)
-    assert clear(hand, Retention(TABLES, [replace(kind, queue=queue)])) == (0, 0, 0)
-    assert clear(hand, Retention(TABLES, [kind])) == (1, 0, 0)
+    assert clear(hand, Retention(TABLES, [replace(kind, queue=queue)])) == (0, 0, 0, 0)
+    assert clear(hand, Retention(TABLES, [kind])) == (1, 0, 0, 0)
 
 
 def _middle(low: float, high: float) -> float:
@@ -530,15 +538,15 @@ async def test_it_takes_a_few_percent_of_a_processes_time_and_none_of_its_start(
 ) -> None:
     clock = Clock(monkeypatch)
     await clock.forever(kinds(app, "work"))
-    assert clock.did[:6] == [18, "prune_jobs", 25, "prune_facts", 25, 60]
-    assert clock.did[6:11] == ["prune_jobs", 25, "prune_facts", 25, 60]
+    assert clock.did[:6] == [18, "prune_facts", 24, "prune_jobs", 24, 60]
+    assert clock.did[6:11] == ["prune_facts", 24, "prune_jobs", 24, 60]
 
 
 async def test_now_and_then_a_pass_begins_at_the_oldest(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retention_module, "_PASSES_ON", 3)
     clock = Clock(monkeypatch)
     asked: list[Cursor] = []
-    page = {0: Cleared(1, 1, 0, ("2031-05-01 00:00:00+00", 7))}
+    page = {0: PrunedJobs(1, 1, 0, ("2031-05-01 00:00:00+00", 7))}
 
     async def run(statement: Statement[Any]) -> Any:
         if statement.name != "prune_jobs":
@@ -557,6 +565,33 @@ async def test_an_error_is_told_and_outwaited(
 ) -> None:
     clock = Clock(monkeypatch, [TimeoutError(), psycopg.OperationalError("secret")])
     await clock.forever(kinds(app, "work"))
-    assert clock.did[:7] == [18, "prune_jobs", 60, "prune_jobs", 60, "prune_jobs", 25]
-    assert [record.message.partition("error=")[2] for record in caplog.records] == ["OperationalError", "TimeoutError"]
+    assert clock.did[:7] == [18, "prune_facts", "prune_jobs", 60, "prune_facts", 24, "prune_jobs"]
+    assert [record.message.partition("of=")[2] for record in caplog.records] == [
+        "facts error=OperationalError",
+        "work error=TimeoutError",
+    ]
     assert "secret" not in caplog.text
+
+
+async def test_what_stops_it_for_one_kind_stops_it_for_no_other(
+    app: App, dsn: str, hand: Hand, admin: Admin, caplog: pytest.LogCaptureFixture
+) -> None:
+    for each in (hand, Hand(hand.connection, kind="other")):
+        end(each, None, days=8)
+    tell(admin, 31)
+    admin.execute(
+        "create table invoices (job bigint, kind text, foreign key (job, kind) references pgworker.jobs (id, kind))"
+    )
+    admin.execute("insert into invoices select id, kind from pgworker.jobs where kind = 'work'")
+    database = Database(dsn, "maintenance", deadline=STORE_TIMEOUT, connections=1)
+    await database.open()
+    try:
+        await prune_apart(Retention(TABLES, kinds(app, "work", "other")), database.run)
+    finally:
+        await database.close()
+    assert admin.execute("select kind from pgworker.jobs").fetchall() == [("work",)]
+    assert not facts(admin)
+    assert [record.message.partition("of=")[2] for record in caplog.records] == [
+        "work, other error=ForeignKeyViolation",
+        "work error=ForeignKeyViolation",
+    ]

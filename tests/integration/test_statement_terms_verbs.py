@@ -15,6 +15,7 @@ from pgworker.operations import (
     Cursor,
     Deed,
     Lag,
+    Shelf,
     cancel_jobs,
     count_lag,
     expire_results,
@@ -293,7 +294,7 @@ def test_old_results_are_deleted_of_the_jobs_of_a_page_only(hand: Hand, admin: A
         hand.finish(hand.claim()[0], "1")
 
     def expire(after: Cursor = BEGINNING, limit: int = 10) -> tuple[int, int]:
-        statement = expire_results(hand.tables, "work", "succeeded", ttl_seconds=60, after=after, limit=limit)
+        statement = expire_results(hand.tables, Shelf("work", "succeeded", 60, after), limit=limit)
         return hand.send(statement)[:2]
 
     for key in ("old", "old, too", "renewed"):

@@ -341,7 +341,7 @@ async def test_a_verb_is_told_which_jobs_once(
         await call(app, door, verb, "work", **options)
     with pytest.raises(UnknownKind):
         await call(app, door, verb, "unheard_of", all=True)
-    assert not app._databases, "a connection was opened for nothing"
+    assert not app._doors, "a connection was opened for nothing"
 
 
 async def test_retry_by_code_takes_the_jobs_that_ended_with_it(app: App, admin: Admin) -> None:

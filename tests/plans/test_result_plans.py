@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from pgworker.operations import BEGINNING, Cursor, Expired, Seen, expire_results, read_results
+from pgworker.operations import BEGINNING, Cursor, PrunedResults, Seen, Shelf, expire_results, read_results
 from pgworker.statements import Statement
 from tests.databases import TABLES, Connection
 from tests.handles import Hand
@@ -34,8 +34,8 @@ def read(count: int) -> Statement[list[Seen]]:
     return read_results(TABLES, [("work", f"d{number}") for number in range(1, count + 1)])
 
 
-def expire(after: Cursor = BEGINNING) -> Statement[Expired]:
-    return expire_results(TABLES, "work", "succeeded", ttl_seconds=10_000, after=after, limit=100)
+def expire(after: Cursor = BEGINNING) -> Statement[PrunedResults]:
+    return expire_results(TABLES, Shelf("work", "succeeded", 10_000, after), limit=100)
 
 
 @pytest.mark.ruling("2.14")

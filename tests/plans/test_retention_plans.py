@@ -102,7 +102,7 @@ def test_a_list_of_what_has_ended_reads_a_page_of_either_part(admin: Connection,
     def page(after: tuple[str, int]) -> Statement[Any]:
         if name == "list_ended":
             return list_ended(TABLES, "work", "succeeded", after=after, until=None, code=None, limit=100)
-        return expire_results(TABLES, "work", "succeeded", ttl_seconds=DAY, after=after, limit=100)
+        return expire_results(TABLES, Shelf("work", "succeeded", DAY, after), limit=100)
 
     kept = plans.prepare(page(("-infinity", NOBODYS)))
     kept_rows(admin, 40_000)

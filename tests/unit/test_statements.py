@@ -56,7 +56,7 @@ BUILT: dict[str, Statement[Any]] = {
         operations.read_results(TABLES, [("work", "k")]),
         operations.prune_jobs(TABLES, [operations.Shelf("work", "succeeded", 1.0)], limit=1),
         operations.prune_facts(TABLES, keep_seconds=1.0, after=0, limit=1),
-        operations.expire_results(TABLES, "work", "succeeded", ttl_seconds=1.0, after=operations.BEGINNING, limit=1),
+        operations.expire_results(TABLES, operations.Shelf("work", "succeeded", 1.0), limit=1),
     )
 }
 
