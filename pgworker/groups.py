@@ -30,7 +30,7 @@ T = TypeVar("T")
 MAX_ROWS: Final = 500
 MAX_BYTES: Final = 8 * 1024 * 1024
 _PARTS: Final = 8
-"""The fewer steps lead to the call at fault, the less the others wait: each may wait for a lock until that is given up."""
+"""The fewer steps lead to the call at fault, the less the others wait: each step may wait for a lock."""
 
 _CONFLICTS = (pg.LockNotAvailable, pg.DeadlockDetected, pg.SerializationFailure)
 
