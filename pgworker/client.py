@@ -13,7 +13,7 @@ from pgworker.db import Flow
 from pgworker.errors import ConfigError, PayloadError, PgworkerError
 from pgworker.job import URGENCIES, Enqueued, IfPending, NewJob
 from pgworker.kind import Kind
-from pgworker.payload import check_key, check_revision
+from pgworker.payload import check_key, check_revision, check_tenant
 from pgworker.statements import FACTS, Insert, Put, Statement, insert_events, insert_jobs
 from pgworker.tablemap import TableMap
 
@@ -25,6 +25,8 @@ _OPTION_TYPES: dict[str, tuple[type, ...]] = {
     "max_attempts": (int,),
 }
 _SMALLINT = 32_767
+_NOBODY = ""
+"""The tenant of a job of which it is not said: one among the others."""
 
 
 class PutMany(NamedTuple):
@@ -128,6 +130,8 @@ def _row(kind: Kind, job: NewJob, which: str) -> Insert:
         check_key(job.key)
     if job.revision is not None:
         check_revision(job.revision)
+    if job.tenant is not None:
+        check_tenant(job.tenant)
     _check_options(job, which)
     try:
         payload = kind.payload.encode(job.payload)
@@ -143,6 +147,7 @@ def _row(kind: Kind, job: NewJob, which: str) -> Insert:
         max_attempts=job.max_attempts,
         payload=payload,
         event=job.key is None,
+        tenant=job.tenant if job.tenant is not None else _NOBODY if kind.policy.fair else None,
     )
 
 
