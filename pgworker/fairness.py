@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Final, NamedTuple, cast
+from typing import Any, Final, NamedTuple, cast
 from uuid import UUID
 
 from pgworker.job import Claim
@@ -66,9 +66,9 @@ def claim_fair(
 def _read_shares(rows: Sequence[Row]) -> Shares:
     """Interleave the tenants, who come numbered by their places in the ring; UPDATE ... RETURNING has no order."""
     by_tenant: defaultdict[int, list[Claim]] = defaultdict(list)
-    for _, place, *columns in rows:
+    for _, place, *columns in cast("Sequence[tuple[Any, ...]]", rows):
         if place is not None:
-            by_tenant[cast("int", place)].append(Claim(*columns))  # type: ignore[arg-type]
+            by_tenant[place].append(Claim(*columns))
     turns: list[tuple[int, int, Claim]] = []
     for place, claims in by_tenant.items():
         in_order = sorted(claims, key=lambda claim: (claim.ready_at, claim.id))

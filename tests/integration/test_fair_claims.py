@@ -158,6 +158,22 @@ def test_tenants_of_other_lanes_are_not_looked_at(hand: Hand, admin: Admin, chan
     assert keys(take(hand, served=served, looks=1)) == "b1"
 
 
+@pytest.mark.parametrize("served", ["", "z"])
+@pytest.mark.parametrize("change", OF_ANOTHER_LANE)
+def test_a_lane_without_tenants_has_no_ring(hand: Hand, admin: Admin, change: str, served: str) -> None:
+    enqueue(hand, "a1")
+    admin.execute(f"update pgworker.jobs set {change}".encode())
+    assert take(hand, served=served, looks=1) == ([], None)
+
+
+@pytest.mark.parametrize("change", OF_ANOTHER_LANE)
+def test_a_tenant_of_two_lanes_is_served_from_this_one(hand: Hand, admin: Admin, change: str) -> None:
+    hand.enqueue("a0", tenant="a", delay=timedelta(hours=1))
+    enqueue(hand, "a1")
+    admin.execute(f"update pgworker.jobs set {change} where key = 'a1'".encode())
+    assert take(hand) == ([], None)
+
+
 # --- which jobs -----------------------------------------------------------------------------------------------------
 
 LEASED = "token = gen_random_uuid(), runner = 'r', lease_expires_at = clock_timestamp() +"
@@ -190,9 +206,9 @@ def test_an_expired_lease_is_taken_over_below_the_limit_of_evictions(
     assert keys(take(hand)) == "a1 a2"
     admin.execute("update pgworker.jobs set evictions = %s", [evictions])
     assert take(hand, max_evictions=limit).claims == []  # a live lease is nobody else's
-    admin.execute("update pgworker.jobs set lease_expires_at = clock_timestamp() - interval '1 second'")
-    admin.execute("select pg_sleep(0.01)")
-    claims = take(hand, max_evictions=limit, ttl_seconds=0.001).claims  # granted after the server's start
+    admin.execute("update pgworker.jobs set lease_expires_at = clock_timestamp()")  # after the server's start
+    admin.execute("select pg_sleep(0.002)")
+    claims = take(hand, max_evictions=limit, ttl_seconds=0.001).claims
     assert [claim.evictions for claim in claims] == [evictions + 1] * (2 * taken)
 
 
