@@ -90,6 +90,10 @@ _CHEAP_SECONDS = 0.01
 _OLDEST_EACH = 10
 """Of so many rounds of a fair kind that prefer a class, one takes the oldest jobs. Shares never reach those without any
 tenant, not even '', as whoever enqueued them did not know that the kind is fair."""
+_SWIFT_SECONDS = 0.1
+"""Claims by shares that take longer are followed by so much time of claims by age. A tenant's rows that died lately lie
+before its next one, and are passed over again and again as long as some session holds an old snapshot, if others have
+older jobs that hold the beginning back."""
 
 
 @dataclass(slots=True)
@@ -173,6 +177,9 @@ class Claimer:
     _lanes: Lanes = field(default_factory=Lanes)
     _preferred: Counter[int] = field(default_factory=Counter[int])
     """How many rounds have preferred each class."""
+    _fair_seconds: float = 0.0
+    _fair_at: float = 0.0
+    """When there may be claims by shares again, monotonic."""
     _poked: bool = False
     _look_seconds: float = 0.0
     _asked_at: float = 0.0
@@ -270,7 +277,8 @@ class Claimer:
 
     def _ways(self, preferred: int) -> Sequence[bool]:
         """Whether to claim from a lane by shares, then by age, or by age only."""
-        by_age = not self._lanes.fair or self._preferred[preferred] % _OLDEST_EACH == 0
+        in_turn = self._preferred[preferred] % _OLDEST_EACH == 0
+        by_age = not self._lanes.fair or in_turn or time.monotonic() < self._fair_at
         return (False,) if by_age else (True, False)
 
     async def _claim_from(self, lane: Lane, after: Cursor, limit: int, *, fair: bool = False) -> list[Claim]:
@@ -297,7 +305,13 @@ class Claimer:
         claim_fair = self.queue.claim_fair(
             lane, limit=limit, token=token, runner=self.runner, served=served, after=after
         )
-        shares = await self.database.run(claim_fair)
+        began = time.monotonic()
+        try:
+            shares = await self.database.run(claim_fair)
+        finally:  # also when it got no answer in time
+            ended = time.monotonic()
+            usual, self._fair_seconds = min(ended - began, self._fair_seconds), ended - began
+            self._fair_at = ended + max(0.0, usual - _SWIFT_SECONDS)
         self._lanes.serve(lane, shares.served)
         return shares.claims
 

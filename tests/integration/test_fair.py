@@ -92,6 +92,13 @@ async def test_a_job_that_comes_to_lie_before_the_others_is_found_under_a_steady
     assert len(set(started)) == 201
 
 
+async def test_an_event_is_its_tenants_as_well(app: App, admin: Admin) -> None:
+    fair(app)
+    await app.enqueue_many("work", [NewJob(tenant="a"), NewJob(), NewJob(tenant="b")])
+    found = admin.execute("select tenant from pgworker.jobs where event order by id").fetchall()
+    assert found == [("a",), ("",), ("b",)]
+
+
 async def test_tenants_are_refused_that_cannot_be_stored(app: App) -> None:
     fair(app)
     for tenant in ("", "x" * 513, "a\0b"):

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import astuple, replace
 from datetime import UTC, datetime, timedelta
+from itertools import permutations
 from typing import Any, cast
+from uuid import uuid4
 
 import pytest
 
 from pgworker import App, ConfigError, TableQueue
 from pgworker.claimer import Claimer, ClaimRefused, Lanes
-from pgworker.fairness import Shares
+from pgworker.fairness import Shares, claim_fair
 from pgworker.job import Claim
 from pgworker.queue import JobsTable
 from pgworker.statements import BEGINNING, Cursor, Due, Lane
@@ -63,6 +66,18 @@ def test_each_lane_has_its_own_ring_as_long_as_it_is_remembered() -> None:
     assert (lanes.last_served(LANE), lanes.last_served(SECOND)) == ("", "")
 
 
+def test_tenants_take_turns_in_the_order_of_the_ring_whatever_the_order_of_the_answer() -> None:
+    rows = {key: ("b", place, *astuple(claim(number))) for key, place, number in
+            [("a1", 1, 3), ("a2", 1, 4), ("a3", 1, 8), ("b1", 2, 1), ("b2", 2, 9)]}  # fmt: skip
+    statement = claim_fair(
+        TableMap(), LANE, limit=9, token=uuid4(), runner="r", ttl_seconds=1.0, max_evictions=5, version=1
+    )
+    for keys in permutations(rows):
+        shares = statement.read([rows[key] for key in keys])
+        assert ([each.id for each in shares.claims], shares.served) == ([3, 1, 4, 9, 8], "b")
+    assert statement.read([(None, None, *[None] * 15)]) == ([], None)
+
+
 class Script:
     """A database that gives so many by shares, and so many by age; keeps what it was asked for."""
 
@@ -71,6 +86,7 @@ class Script:
         self.asked: list[str] = []
         self.begun: list[tuple[str, object]] = []
         self.error: Exception | None = None
+        self.takes: Callable[[], object] = bool
 
     async def run(self, statement: Any, *, within: float = 0) -> Any:
         if statement.name == "survey_lanes":
@@ -84,6 +100,7 @@ class Script:
         claims = [claim(number + 1000 * (not fair), given["token"]) for number in range(count)]
         if not fair:
             return claims
+        self.takes()
         self.begun.append((given["after_tenant"], given["after_ready"]))
         return Shares(claims, f"t{len(self.begun)}")
 
@@ -134,6 +151,34 @@ async def test_both_classes_have_their_rounds_by_age(script: Script) -> None:
         await claimer.round(1)
     by_age = [number for number, asked in enumerate(script.asked, start=1) if asked == "age 1"]
     assert by_age == [12, 24, 37, 49, 50]  # of four in five that prefer fresh jobs, and of the fifth that does not
+
+
+async def test_shares_that_take_long_leave_time_for_claims_by_age(
+    script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("pgworker.claimer.time.monotonic", lambda: now[0])
+    script.by_shares = script.by_age = 100
+
+    def slow() -> None:
+        now[0] += 0.5
+
+    def too_slow() -> None:
+        now[0] += 5
+        raise TimeoutError
+
+    script.takes = slow
+    claimer = script.claimer()
+    for wait in (0.0, 0.0, 0.0, 0.39, 0.02):  # a single slow one says nothing
+        now[0] += wait
+        await claimer.round(1)
+    assert script.asked == ["shares 1", "shares 1", "age 1", "age 1", "shares 1"]
+    now[0] += 1
+    script.takes = too_slow
+    with pytest.raises(ClaimRefused):
+        await claimer.round(1)
+    await claimer.round(1)
+    assert script.asked[5:] == ["shares 1", "age 1"]
 
 
 async def test_an_error_behind_the_shares_loses_nothing_of_them(script: Script) -> None:
