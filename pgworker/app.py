@@ -77,6 +77,7 @@ class App(AsyncApp):
         panic: Literal["retry", "permanent"] | None = None,
         weights: tuple[int, int] | None = None,
         singly: bool = False,
+        fair: bool = False,
         supersede: Literal["now", "wait"] | None = None,
         results: Literal["poll", "notify"] | None = None,
         result_ttl: timedelta | float | None = None,
@@ -95,7 +96,8 @@ class App(AsyncApp):
         Numbers for times are seconds. None and zero mean the preset's value; -1 for max_attempts, max_evictions, keep
         and keep_failed means no limit. `apply(connection, job, value)` makes the app's own writes in the transaction
         that completes the job; `eligible(connection, job)` says there, before that, whether the result is still wanted.
-        With `queue` the jobs are rows of the app's own table. Raises ConfigError for options that cannot work together.
+        With `queue` the jobs are rows of the app's own table. A `fair` kind gives each tenant its share.
+        Raises ConfigError for options that cannot work together.
         """
         if callable(cast("object", name)):
             raise ConfigError('write @app.kind("name"): a kind is registered under a name of its own')
@@ -116,6 +118,7 @@ class App(AsyncApp):
                 "panic": panic,
                 "weights": weights,
                 "singly": singly,
+                "fair": fair,
                 "supersede": supersede,
                 "results": results,
                 "result_ttl": _duration(result_ttl),
@@ -151,13 +154,15 @@ class App(AsyncApp):
         payload: object = object,
         payload_limit: int | None = None,
         supersede: Literal["now", "wait"] | None = None,
+        fair: bool = False,
         result_ttl: timedelta | float | None = None,
         facts: Facts | None = None,
         version: int = 1,
         queue: TableQueue | None = None,
     ) -> None:
         """Make a kind known that is enqueued here and handled elsewhere; the options must be those given there."""
-        options: dict[str, object] = {"supersede": supersede, "result_ttl": _duration(result_ttl), "facts": facts}
+        options: dict[str, object] = {"supersede": supersede, "fair": fair, "result_ttl": _duration(result_ttl)}
+        options["facts"] = facts
         policy = _policy("standard", options)
         self._registry.add(
             declare_kind(name, policy, payload=payload, payload_limit=payload_limit, version=version, queue=queue)

@@ -88,6 +88,7 @@ class AsyncApp:
         priority: int = 0,
         urgency: Urgency = "fresh",
         max_attempts: int | None = None,
+        tenant: str | None = None,
         if_pending: IfPending = "replace",
         conn: AsyncConn | None = None,
     ) -> Enqueued:
@@ -99,7 +100,7 @@ class AsyncApp:
         When cancelled, the job may have been enqueued or not. Without `conn`, calls that wait at the same time share a
         statement and its commit, but no error; and an event whose answer is lost is sent once more, to the same effect.
         """
-        job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
+        job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts, tenant)
         return (await self.enqueue_many(kind, [job], if_pending=if_pending, conn=conn))[0]
 
     async def enqueue_many(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -13,9 +14,10 @@ from psycopg.errors import QueryCanceled
 
 from pgworker.db import Database
 from pgworker.errors import PgworkerError
+from pgworker.fairness import FIRST_TENANT
 from pgworker.job import URGENCIES, Claim
 from pgworker.outcome import QUEUE_BATCH_LIMIT_EXCEEDED, QUEUE_CLAIM_FAILED, QUEUE_INVALID_CLAIM
-from pgworker.queue import Queue
+from pgworker.queue import JobsTable, Queue
 from pgworker.statements import Cursor, Due, Lane
 from pgworker.surveys import Surveys
 
@@ -85,6 +87,13 @@ _REMEMBERED = 8  # lanes that are empty
 _LOOK_SHARE = 20
 _CHEAP_SECONDS = 0.01
 """Surveys that take longer are made again only after a multiple of that time: what nobody can claim is in their way."""
+_OLDEST_EACH = 10
+"""Of so many rounds of a fair kind that prefer a class, one takes the oldest jobs. Shares never reach those without any
+tenant, not even '', as whoever enqueued them did not know that the kind is fair."""
+_SWIFT_SECONDS = 0.1
+"""Claims by shares that take longer are followed by so much time of claims by age. A tenant's rows that died lately lie
+before its next one, and are passed over again and again as long as some session holds an old snapshot, if others have
+older jobs that hold the beginning back."""
 
 
 @dataclass(slots=True)
@@ -94,10 +103,15 @@ class Lanes:
     Claims that began at the beginning of a lane would pass again and again over what is leased, or dead as long as some
     session holds an old snapshot. But a job may come to lie before a claim's end, too: one that was committed late, put
     back, skipped because it was locked, or whose lease ran out. A survey finds it, and has the lane claimed from there.
+
+    Claims that are fair between tenants go through each tenant's own jobs. They begin where the last survey found the
+    first free job of all, which bounds what they pass over by what has been claimed since, of whichever tenant.
     """
 
+    fair: bool = False
     dues: Sequence[Due] = ()
     _places: dict[Lane, Cursor] = field(default_factory=dict[Lane, Cursor])
+    _served: dict[Lane, str] = field(default_factory=dict[Lane, str])
     _dry: set[Lane] = field(default_factory=set[Lane])
 
     @property
@@ -111,10 +125,12 @@ class Lanes:
         empty = self._places.keys() - {due.lane for due in dues}
         for lane in [lane for lane in self._places if lane in empty][:-_REMEMBERED]:
             del self._places[lane]
+            self._served.pop(lane, None)
         self._dry = {*empty, *(due.lane for due in dues if not _is_due(due))}
         for due in dues:  # (of a lane that is not due nothing free lies before its place)
             place = self._places.get(due.lane, due.start)
-            self._places[due.lane] = min(place, due.start) if _is_due(due) else place
+            first = due.start if self.fair else min(place, due.start)
+            self._places[due.lane] = first if _is_due(due) else place
 
     def poke(self) -> None:
         """There may be something new in any of those that are known."""
@@ -127,10 +143,19 @@ class Lanes:
 
     def took(self, lane: Lane, claims: Sequence[Claim], limit: int) -> None:
         """A claim of up to `limit` brought these, in the lane's order."""
-        if claims:
+        if claims and not self.fair:
             self._places[lane] = (claims[-1].ready_at, claims[-1].id)
         if len(claims) < limit:
             self._dry.add(lane)
+
+    def last_served(self, lane: Lane) -> str:
+        """The tenant behind which the lane's next fair claim begins."""
+        return self._served.get(lane, FIRST_TENANT)
+
+    def serve(self, lane: Lane, tenant: str | None) -> None:
+        """A fair claim has come so far; nowhere with None."""
+        if tenant is not None:
+            self._served[lane] = tenant
 
 
 @dataclass(slots=True)
@@ -138,7 +163,8 @@ class Claimer:
     """The claims of one runner.
 
     A round prefers one class of jobs and fills up from the other. Of `weights`, the first says how many rounds in a row
-    prefer fresh jobs, the second how many then prefer catch-up; rounds that find nothing count as well.
+    prefer fresh jobs, the second how many then prefer catch-up; rounds that find nothing count as well. If the kind is
+    fair, each tenant of a lane gets its share first, and what that leaves goes to the lane's oldest jobs.
     """
 
     queue: Queue
@@ -149,12 +175,20 @@ class Claimer:
     rounds: int = 0
     appetite: Appetite = field(default_factory=Appetite)
     _lanes: Lanes = field(default_factory=Lanes)
+    _preferred: Counter[int] = field(default_factory=Counter[int])
+    """How many rounds have preferred each class."""
+    _fair_seconds: float = 0.0
+    _fair_at: float = 0.0
+    """When there may be claims by shares again, monotonic."""
     _poked: bool = False
     _look_seconds: float = 0.0
     _asked_at: float = 0.0
     _look_at: float = 0.0
     """When the lanes must be looked at again, and when they may be, both monotonic."""
     _may_look_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._lanes.fair = self.queue.kind.policy.fair
 
     def poke(self) -> None:
         """There may be something new, which the next round should look for."""
@@ -193,7 +227,9 @@ class Claimer:
         fresh, catch_up = self.weights
         turn = self.rounds % (fresh + catch_up)
         self.rounds += 1
-        return URGENCIES["fresh"] if turn < fresh else URGENCIES["catch_up"]
+        preferred = URGENCIES["fresh"] if turn < fresh else URGENCIES["catch_up"]
+        self._preferred[preferred] += 1
+        return preferred
 
     async def _look(self, *, now: bool) -> bool:
         """Survey the lanes, if it is time to, or `now` if that may be already; whether that was done."""
@@ -229,8 +265,9 @@ class Claimer:
             return taken
         try:
             for lane, after in self._lanes.in_turn(preferred):
-                if len(taken) < limit:
-                    taken += await self._claim_from(lane, after, limit - len(taken))
+                for fair in self._ways(preferred):
+                    if len(taken) < limit:
+                        taken += await self._claim_from(lane, after, limit - len(taken), fair=fair)
         except (psycopg.Error, TimeoutError) as error:
             if not taken:
                 raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
@@ -238,11 +275,16 @@ class Claimer:
             raise ClaimRefused(refused.code, refused.error, [*taken, *refused.claims]) from refused
         return taken
 
-    async def _claim_from(self, lane: Lane, after: Cursor, limit: int) -> list[Claim]:
+    def _ways(self, preferred: int) -> Sequence[bool]:
+        """Whether to claim from a lane by shares, then by age, or by age only."""
+        in_turn = self._preferred[preferred] % _OLDEST_EACH == 0
+        by_age = not self._lanes.fair or in_turn or time.monotonic() < self._fair_at
+        return (False,) if by_age else (True, False)
+
+    async def _claim_from(self, lane: Lane, after: Cursor, limit: int, *, fair: bool = False) -> list[Claim]:
         token = uuid4()
-        statement = self.queue.claim(lane, limit=limit, token=token, runner=self.runner, after=after)
         try:
-            claims = await self.database.run(statement)
+            claims = await self._send(lane, after, limit, token, fair=fair)
         except (TimeoutError, QueryCanceled):
             self.appetite.choked(limit)
             raise
@@ -251,8 +293,27 @@ class Claimer:
             raise ClaimRefused(QUEUE_BATCH_LIMIT_EXCEEDED, f"{len(claims)} jobs for a limit of {limit}", claims)
         if not _sound(claims, token, blank_keys=self.queue.has_blank_keys):
             raise ClaimRefused(QUEUE_INVALID_CLAIM, "blank or repeated identity", claims)
-        self._lanes.took(lane, claims, limit)
+        if not fair:
+            self._lanes.took(lane, claims, limit)
         return claims
+
+    async def _send(self, lane: Lane, after: Cursor, limit: int, token: UUID, *, fair: bool) -> list[Claim]:
+        if not fair or not isinstance(self.queue, JobsTable):
+            claim = self.queue.claim(lane, limit=limit, token=token, runner=self.runner, after=after)
+            return await self.database.run(claim)
+        served = self._lanes.last_served(lane)
+        claim_fair = self.queue.claim_fair(
+            lane, limit=limit, token=token, runner=self.runner, served=served, after=after
+        )
+        began = time.monotonic()
+        try:
+            shares = await self.database.run(claim_fair)
+        finally:  # also when it got no answer in time
+            ended = time.monotonic()
+            usual, self._fair_seconds = min(ended - began, self._fair_seconds), ended - began
+            self._fair_at = ended + max(0.0, usual - _SWIFT_SECONDS)
+        self._lanes.serve(lane, shares.served)
+        return shares.claims
 
 
 def _is_due(due: Due) -> bool:

@@ -13,7 +13,7 @@ from pgworker.db import Flow
 from pgworker.errors import ConfigError, PayloadError, PgworkerError
 from pgworker.job import URGENCIES, Enqueued, IfPending, NewJob
 from pgworker.kind import Kind
-from pgworker.payload import check_key, check_revision
+from pgworker.payload import check_key, check_revision, check_tenant
 from pgworker.statements import FACTS, Insert, Put, Statement, insert_events, insert_jobs, insert_missing_events
 from pgworker.tablemap import TableMap
 
@@ -26,6 +26,8 @@ _OPTION_TYPES: dict[str, tuple[type, ...]] = {
 }
 _SMALLINT = 32_767
 _PLAIN = NewJob()
+_NOBODY = ""
+"""The tenant of a job of which it is not said: one among the others."""
 
 
 class PutMany(NamedTuple):
@@ -167,6 +169,8 @@ def _row(kind: Kind, job: NewJob, keys: Iterator[str], which: Callable[[], str])
         check_key(job.key)
     if job.revision is not None:
         check_revision(job.revision)
+    if job.tenant is not None:
+        check_tenant(job.tenant)
     if not _has_no_options(job):
         _check_options(job, which)
     try:
@@ -176,8 +180,10 @@ def _row(kind: Kind, job: NewJob, keys: Iterator[str], which: Callable[[], str])
     event = job.key is None
     key = next(keys) if job.key is None else job.key
     urgency, delay = URGENCIES[job.urgency], _seconds(job.delay)
-    # (by position: names cost half as much again as everything else here)
-    return Insert(key, job.revision or "", urgency, job.priority, delay, job.ready_at, job.max_attempts, payload, event)
+    tenant = job.tenant if job.tenant is not None else _NOBODY if kind.policy.fair else None
+    return Insert(  # by position: names cost half as much again as everything else here
+        key, job.revision or "", urgency, job.priority, delay, job.ready_at, job.max_attempts, payload, event, tenant
+    )
 
 
 def _has_no_options(job: NewJob) -> bool:

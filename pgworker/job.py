@@ -63,7 +63,7 @@ class NewJob:
 
     `delay` (a number is seconds) counts from the database's clock at the insert; `ready_at` is an aware instant; at
     most one is given.
-    A smaller `priority` runs first.
+    A smaller `priority` runs first. `tenant` says whose job it is: a kind that is fair gives each tenant its share.
     """
 
     payload: object = None
@@ -74,6 +74,7 @@ class NewJob:
     priority: int = 0
     urgency: Urgency = "fresh"
     max_attempts: int | None = None
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,6 +76,7 @@ def declare_kind(
     """A kind without a handler. Raises ConfigError for a name or version that cannot be stored."""
     _check_version(version)
     check_kind(name)
+    _check_fair(name, policy, queue)
     codec = codec_for(payload, limit=payload_limit or DEFAULT_LIMIT_BYTES)
     return Kind(name, policy, codec, version=version, queue=queue)
 
@@ -96,6 +97,7 @@ def handled_kind(
     """A kind with a handler; the payload's type is read from its annotation unless it is given."""
     _check_version(version)
     check_kind(name)
+    _check_fair(name, policy, queue)
     is_async = inspect.iscoroutinefunction(handler)
     if policy.singly and not batch:
         msg = f"kind {name!r}: singly= is for batches, give batch= with it"
@@ -125,6 +127,12 @@ def handled_kind(
 def _check_version(version: int) -> None:
     if not 1 <= version <= _MAX_VERSION:
         msg = f"a kind's version is 1 to {_MAX_VERSION}, got {version}"
+        raise ConfigError(msg)
+
+
+def _check_fair(name: str, policy: Policy, queue: TableQueue | None) -> None:
+    if policy.fair and queue is not None:
+        msg = f"kind {name!r}: fair= is for jobs in the jobs table, the rows of {queue.table} have no tenants"
         raise ConfigError(msg)
 
 

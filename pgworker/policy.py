@@ -99,6 +99,8 @@ class Policy:
     """Rounds of claims in a row that prefer fresh jobs, then those that prefer catch-up; zero: only what is left."""
     singly: bool = False
     """Whether a batch call that fails as a whole is made again for each of its jobs alone."""
+    fair: bool = False
+    """Whether claims take an equal share of each tenant's jobs, rather than the oldest, whosever they are."""
     supersede: Literal["now", "wait"] = "now"
     """Whether a new revision may start at once, beside the run that it supersedes, or when that one's lease ends."""
     results: Literal["poll", "notify"] = "poll"
@@ -255,6 +257,7 @@ class PolicyOptions(TypedDict, total=False):
     facts: Facts
     weights: tuple[int, int]
     singly: bool
+    fair: bool
     supersede: Literal["now", "wait"]
     results: Literal["poll", "notify"]
     result_ttl: timedelta | None

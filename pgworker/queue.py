@@ -8,6 +8,7 @@ from typing import Protocol
 from uuid import UUID
 
 from pgworker import statements, tablestatements
+from pgworker.fairness import FIRST_TENANT, Shares, claim_fair
 from pgworker.job import Claim
 from pgworker.kind import Kind
 from pgworker.outcome import Settlement, Success
@@ -129,6 +130,31 @@ class JobsTable:
             ttl_seconds=self._ttl_seconds,
             max_evictions=self.kind.policy.max_evictions,
             version=self.kind.version,
+            after=after,
+            facts=self._facts,
+        )
+
+    def claim_fair(
+        self,
+        lane: Lane,
+        *,
+        limit: int,
+        token: UUID,
+        runner: str,
+        served: str = FIRST_TENANT,
+        after: Cursor = BEGINNING,
+    ) -> Statement[Shares]:
+        """Take an equal share of each tenant's ready jobs, those behind the cursor, from the tenant served last on."""
+        return claim_fair(
+            self.tables,
+            lane,
+            limit=limit,
+            token=token,
+            runner=runner,
+            ttl_seconds=self._ttl_seconds,
+            max_evictions=self.kind.policy.max_evictions,
+            version=self.kind.version,
+            served=served,
             after=after,
             facts=self._facts,
         )

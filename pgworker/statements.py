@@ -109,6 +109,8 @@ class Insert(NamedTuple):
     payload: str
     event: bool = False
     """Whether its key was made for it: it goes as a whole when it is old."""
+    tenant: str | None = None
+    """Whose it is, '' when that was not said; None when nobody asks, as the kind is not fair."""
 
 
 def template(name: str) -> str:
@@ -238,6 +240,7 @@ def _columns(jobs: Sequence[Insert]) -> dict[str, list[object]]:
         "delays": _unless([job.delay_seconds for job in jobs], 0.0),
         "ready_ats": _unless([job.ready_at for job in jobs], None),
         "max_attempts": _unless([job.max_attempts for job in jobs], None),
+        "tenants": _unless([job.tenant for job in jobs], None),
         "payloads": [job.payload for job in jobs],
     }
 

@@ -40,11 +40,12 @@ class SyncApp:
         priority: int = 0,
         urgency: Urgency = "fresh",
         max_attempts: int | None = None,
+        tenant: str | None = None,
         if_pending: IfPending = "replace",
         conn: SyncConn | None = None,
     ) -> Enqueued:
         """As App.enqueue; `conn` is a connection of psycopg or Django, or a session or connection of SQLAlchemy."""
-        job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts)
+        job = NewJob(payload, key, revision, delay, ready_at, priority, urgency, max_attempts, tenant)
         return self.enqueue_many(kind, [job], if_pending=if_pending, conn=conn)[0]
 
     def enqueue_many(

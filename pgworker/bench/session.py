@@ -37,11 +37,21 @@ class Sizes:
     window_seconds: float = 10
     idle_seconds: float = 10
     in_flight: int = 10_000
+    tenanted: int = 200_000
+    fair_claims: int = 100
 
 
 STANDARD: Final = Sizes("standard")
 FULL: Final = Sizes(
-    "full", future=500_000, finished=200_000, expired=50_000, sustained_seconds=600, window_seconds=60, pickups=600
+    "full",
+    future=500_000,
+    finished=200_000,
+    expired=50_000,
+    sustained_seconds=600,
+    window_seconds=60,
+    pickups=600,
+    tenanted=1_000_000,
+    fair_claims=400,
 )
 QUICK: Final = Sizes(
     "quick",
@@ -60,6 +70,8 @@ QUICK: Final = Sizes(
     window_seconds=2,
     idle_seconds=2,
     in_flight=1_000,
+    tenanted=5_000,
+    fair_claims=10,
 )
 
 

@@ -52,6 +52,9 @@ def enqueue(
     ] = None,
     priority: Annotated[int, typer.Option("--priority", metavar="NUMBER", help="Smaller runs first.")] = 0,
     urgency: Annotated[Urgency, typer.Option("--urgency", help="catch_up is for backfill.")] = "fresh",
+    tenant: Annotated[
+        str | None, typer.Option("--tenant", metavar="TEXT", help="Whose it is; fair kinds give each tenant its share.")
+    ] = None,
     if_pending: Annotated[
         IfPending, typer.Option("--if-pending", help="What to do with pending work of the same key.")
     ] = "replace",
@@ -75,7 +78,7 @@ def enqueue(
         text = _text(payload)
         front = make_front(kind, app, dsn=dsn, schema=schema)
         value = _value(front, kind, text, typed=app is not None)
-        job = NewJob(value, key, revision, wait, priority=priority, urgency=urgency)
+        job = NewJob(value, key, revision, wait, priority=priority, urgency=urgency, tenant=tenant)
         done = _put(front, kind, job, if_pending)
     if as_json:
         print_json(dataclasses.asdict(done))

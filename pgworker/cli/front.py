@@ -16,7 +16,7 @@ def make_front(kind: str, target: str | None, *, dsn: str | None, schema: str | 
     """The named app, or one of our own that knows the kind and nothing about it. Raises UnknownKind, ConfigError."""
     if target is None:
         made = App()
-        made.declare(kind)
+        made.declare(kind, fair=True)  # nobody knows here: then a job without a tenant has its share, too
     else:
         made = load_app(target)
         known_kind(made, kind)

@@ -16,7 +16,7 @@ it shows as `[...]`.
 from __future__ import annotations
 
 from pgworker.payload.codec import DEFAULT_LIMIT_BYTES, Codec, codec_for
-from pgworker.payload.identifiers import check_key, check_kind, check_revision
+from pgworker.payload.identifiers import check_key, check_kind, check_revision, check_tenant
 from pgworker.payload.parts import MAX_DEPTH, Adapter, path_segment
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "check_key",
     "check_kind",
     "check_revision",
+    "check_tenant",
     "codec_for",
     "path_segment",
 ]

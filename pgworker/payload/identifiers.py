@@ -1,4 +1,4 @@
-"""The limits of a job's names: what its kind, key and revision may be."""
+"""The limits of a job's names: what its kind, key, revision and tenant may be."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pgworker.payload.refusal import text_fault
 _KIND: Final = re.compile(r"[A-Za-z0-9_.:-]{1,63}")
 _MAX_KEY_BYTES: Final = 512
 _MAX_REVISION_BYTES: Final = 128
+_MAX_TENANT_BYTES: Final = 512
 
 
 def check_kind(name: str) -> None:
@@ -28,6 +29,11 @@ def check_key(key: object) -> None:
 def check_revision(revision: object) -> None:
     """Refuse, with PayloadError, a revision that is not 1 to 128 bytes of text that Postgres can store."""
     _check_identifier("revision", revision, _MAX_REVISION_BYTES)
+
+
+def check_tenant(tenant: object) -> None:
+    """Refuse, with PayloadError, a tenant that is not 1 to 512 bytes of text that Postgres can store."""
+    _check_identifier("tenant", tenant, _MAX_TENANT_BYTES)
 
 
 def _check_identifier(name: str, value: object, most: int) -> None:

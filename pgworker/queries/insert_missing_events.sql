@@ -8,14 +8,14 @@
 with now as materialized (
   select clock_timestamp() as at
 ), put as (
-  insert into {jobs} as j (kind, key, event, class, priority, ready_at, created_at, max_attempts, version, payload)
+  insert into {jobs} as j (kind, key, event, class, priority, ready_at, created_at, max_attempts, version, tenant, payload)
   select %(kind)s::text, t.key, true, coalesce(t.class, 0), coalesce(t.priority, 0),
          -- as in insert_jobs: jobs of one call stay in its order, whatever their ids are
          coalesce(t.ready_at, now.at + coalesce(t.delay, 0) * interval '1 second' + t.ord * interval '1 microsecond'),
-         now.at, t.max_attempts, %(version)s::smallint, t.payload::jsonb
+         now.at, t.max_attempts, %(version)s::smallint, t.tenant, t.payload::jsonb
   from now cross join unnest(%(keys)s::text[], %(classes)s::smallint[], %(priorities)s::smallint[], %(delays)s::float8[],
-                             %(ready_ats)s::timestamptz[], %(max_attempts)s::int[], %(payloads)s::text[]) with ordinality
-       as t(key, class, priority, delay, ready_at, max_attempts, payload, ord)
+                             %(ready_ats)s::timestamptz[], %(max_attempts)s::int[], %(tenants)s::text[], %(payloads)s::text[]) with ordinality
+       as t(key, class, priority, delay, ready_at, max_attempts, tenant, payload, ord)
   on conflict (kind, key) do nothing
   returning j.id, j.key
 ), told as (

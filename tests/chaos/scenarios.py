@@ -23,6 +23,12 @@ async def plain(stage: Stage) -> None:
     await stage.job()
 
 
+async def sharing(stage: Stage) -> None:
+    """Jobs of two tenants, of a kind that is fair between them."""
+    for tenant in ("a", "b"):
+        await stage.job(kind="fair", tenant=tenant)
+
+
 async def event(stage: Stage) -> None:
     """A job without a key, which nobody enqueues again."""
     await stage.event()
@@ -170,6 +176,7 @@ async def own_arriving(stage: Stage) -> None:
 SCENARIOS: dict[str, Scenario] = {
     "cancel_jobs": operating,
     "check_fence": applying,
+    "claim_fair": sharing,
     "claim_jobs": plain,
     "count_jobs": counting,
     "count_lag": pausing,

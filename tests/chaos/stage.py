@@ -99,11 +99,13 @@ class Stage:
         await anyio.to_thread.run_sync(lambda: self.proxy.wait(self._fired + 1))
         assert self.fired, "the injection did not fire"
 
-    async def job(self, payload: str = "plain", *, kind: str = "work", delay: float | None = None) -> str:
+    async def job(
+        self, payload: str = "plain", *, kind: str = "work", delay: float | None = None, tenant: str | None = None
+    ) -> str:
         """Enqueue one, again and again until there is an answer, as a caller would."""
         self.wanted += 1
         key = f"k{self.wanted:03}"
-        await self.insist(lambda: self.app.enqueue(kind, payload, key=key, revision="r", delay=delay))
+        await self.insist(lambda: self.app.enqueue(kind, payload, key=key, revision="r", delay=delay, tenant=tenant))
         return key
 
     async def event(self, kind: str = "work") -> None:
@@ -174,6 +176,10 @@ def register(stage: Stage) -> None:
     async def spare(job: Job[str]) -> str:
         return job.key
 
+    @stage.app.kind("fair", poll=0.1, lease=short, max_evictions=-1, fair=True)
+    async def fair(job: Job[str]) -> str:
+        return job.key
+
     async def own(job: Job[str]) -> str | Retry:
         return await work(job)
 
@@ -235,7 +241,7 @@ def build(stage: Stage) -> None:
 @asynccontextmanager
 async def working(stage: Stage, *, own_tables: bool) -> AsyncIterator[None]:
     """A worker runs, of the kinds that are needed; in the end there is nothing left to do."""
-    kinds = ["work", "applied", "spare", *(OWN_TABLES if own_tables else ())]
+    kinds = ["work", "applied", "spare", "fair", *(OWN_TABLES if own_tables else ())]
     async with stage.app, running(stage.app.worker(kinds)) as worker:
         while not worker.status():  # noqa: ASYNC110 - no event tells that it has looked at the tables, by most statements
             await anyio.sleep(0.01)

@@ -507,8 +507,8 @@ async def test_what_the_lanes_before_gave_is_released_with_an_impossible_claim(
 ) -> None:
     original = Claimer._claim_from
 
-    async def claim(self: Claimer, lane: Lane, after: Cursor, limit: int) -> list[Claim]:
-        claims = await original(self, lane, after, limit)
+    async def claim(self: Claimer, lane: Lane, after: Cursor, limit: int, *, fair: bool) -> list[Claim]:
+        claims = await original(self, lane, after, limit, fair=fair)
         if lane.urgency and not seen.of(RunnerTrouble):
             raise ClaimRefused("queue_invalid_claim", "made up", claims)
         return claims

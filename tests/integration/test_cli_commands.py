@@ -106,6 +106,13 @@ def test_migrate_does_one_thing(words: list[str]) -> None:
 # --- enqueue ---------------------------------------------------------------------------------------------------------
 
 
+def test_enqueue_says_whose_it_is(dsn: str, by_hand: Hand) -> None:
+    assert invoke("enqueue", "work", "--key", "a", "--tenant", "t", dsn=dsn).code == 0
+    assert invoke("enqueue", "work", "--key", "b", dsn=dsn).code == 0
+    found = by_hand.connection.execute("select key, tenant from pgworker.jobs order by key").fetchall()
+    assert found == [("a", "t"), ("b", "")]
+
+
 @pytest.mark.ruling("2.4")
 def test_enqueue_says_what_it_did(dsn: str, by_hand: Hand) -> None:
     same = ["enqueue", "work", "[1]", "--key", "k", "--revision", "r1"]

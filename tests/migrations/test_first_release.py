@@ -50,6 +50,7 @@ class OldWorker:
                 "delays": [0.0],
                 "ready_ats": [None],
                 "max_attempts": [None],
+                "tenants": [None],
                 "payloads": [payload],
                 "version": 1,
                 "keep": False,

@@ -164,7 +164,7 @@ class Enqueues(Machine):
         (job,) = jobs
         found = self.hand.connection.execute(
             "select job_key, status from pgworker.enqueue(%s, %s::jsonb, key => %s, revision => %s, delay => %s,"
-            " priority => %s, urgency => %s, if_pending => %s)",
+            " priority => %s, urgency => %s, if_pending => %s, tenant => null)",
             [
                 self.kind, str(job.payload), job.key, job.revision or None, timedelta(seconds=job.delay), job.priority,
                 _urgency(job), "keep" if keep else "replace",

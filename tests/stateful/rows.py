@@ -44,6 +44,7 @@ class Row:
     max_attempts: int | None
     ready_at: Instant
     created_at: Instant
+    tenant: str | None = None  # the model's kind is not fair
     generation: int = 1
     state: str = "pending"
     attempts: int = 0

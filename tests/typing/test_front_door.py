@@ -112,7 +112,7 @@ async def store(conn: psycopg.AsyncConnection[TupleRow], job: Job[User], value: 
     await conn.execute("select %s, %s", (job.key, value))
 
 
-@app.kind("applied", apply=store)
+@app.kind("applied", apply=store, fair=True)
 async def applied(job: Job[User]) -> str:
     return job.payload.name
 
@@ -134,7 +134,7 @@ async def enqueue(
     sync_conn: psycopg.Connection,
     sync_dict_conn: psycopg.Connection[DictRow],
 ) -> None:
-    put = await app.enqueue("single", User("n"), key="k", revision="r", delay=timedelta(1), priority=-1)
+    put = await app.enqueue("single", User("n"), key="k", revision="r", delay=timedelta(1), priority=-1, tenant="t")
     assert_type(put, Enqueued)
     assert_type(put.created, bool)
     assert_type(put.key, str)

@@ -11,7 +11,7 @@ from uuid import uuid4
 
 import pytest
 
-from pgworker import operations, presence, statements
+from pgworker import fairness, operations, presence, statements
 from pgworker.job import Claim
 from pgworker.outcome import Settlement, Success
 from pgworker.statements import BEGINNING, Insert, Lane, Statement
@@ -30,6 +30,9 @@ BUILT: dict[str, Statement[Any]] = {
         statements.insert_missing_events(TABLES, "work", [Insert("k", "", 0, 0, 0.0, None, None, "1")], version=1),
         statements.survey_lanes(TABLES, ["work"]),
         statements.claim_jobs(
+            TABLES, LANE, limit=1, token=uuid4(), runner="r", ttl_seconds=1.0, max_evictions=None, version=1
+        ),
+        fairness.claim_fair(
             TABLES, LANE, limit=1, token=uuid4(), runner="r", ttl_seconds=1.0, max_evictions=None, version=1
         ),
         statements.finish_jobs(TABLES, "work", [(CLAIM, Success("1"))]),

@@ -9,10 +9,10 @@ with now as materialized (
   -- A column that has its default in all rows is sent as an empty array, for which unnest gives nulls.
   select distinct on (t.key collate "C") %(kind)s::text as kind, t.key, coalesce(t.event, false) as event, coalesce(t.revision, '') as revision,
          coalesce(t.class, 0::smallint) as class, coalesce(t.priority, 0::smallint) as priority, coalesce(t.delay, 0) as delay,
-         t.ready_at, t.max_attempts, t.payload, t.ord
+         t.ready_at, t.max_attempts, t.tenant, t.payload, t.ord
   from unnest(%(keys)s::text[], %(events)s::bool[], %(revisions)s::text[], %(classes)s::smallint[], %(priorities)s::smallint[], %(delays)s::float8[],
-              %(ready_ats)s::timestamptz[], %(max_attempts)s::int[], %(payloads)s::text[]) with ordinality
-       as t(key, event, revision, class, priority, delay, ready_at, max_attempts, payload, ord)
+              %(ready_ats)s::timestamptz[], %(max_attempts)s::int[], %(tenants)s::text[], %(payloads)s::text[]) with ordinality
+       as t(key, event, revision, class, priority, delay, ready_at, max_attempts, tenant, payload, ord)
   order by t.key collate "C", t.ord desc
 ), looked as materialized (                                  -- a plain read: an unchanged key takes no lock, no WAL, no id
   -- Each row carries on what was seen of it: joined to itself, as the planner guesses ten rows, 20,000 took 6 s.
@@ -33,11 +33,11 @@ with now as materialized (
 ), risen as (
   update {jobs} j set class = 0 where j.id = any(array(select rising.id from rising)) and j.kind || '' = %(kind)s::text
 ), put as (
-  insert into {jobs} as j (kind, key, event, revision, class, priority, ready_at, created_at, max_attempts, version, payload)
+  insert into {jobs} as j (kind, key, event, revision, class, priority, ready_at, created_at, max_attempts, version, tenant, payload)
   select i.kind, i.key, i.event, i.revision, i.class, i.priority,
          -- one microsecond apart: jobs of one call stay in its order, although they are inserted in key order
          coalesce(i.ready_at, now.at + i.delay * interval '1 second' + i.ord * interval '1 microsecond'),
-         now.at, i.max_attempts, %(version)s::smallint, i.payload::jsonb
+         now.at, i.max_attempts, %(version)s::smallint, i.tenant, i.payload::jsonb
   from looked i cross join now
   where not (i.unchanged or i.kept)
   order by i.key collate "C"
@@ -45,7 +45,7 @@ with now as materialized (
     event = excluded.event,  -- an event's key that is enqueued by its name is a key like others
     revision = excluded.revision, generation = j.generation + 1, payload = excluded.payload, version = excluded.version,
     class = case when j.state = 'pending' then least(j.class, excluded.class) else excluded.class end,
-    priority = excluded.priority, max_attempts = excluded.max_attempts,
+    priority = excluded.priority, max_attempts = excluded.max_attempts, tenant = excluded.tenant,
     -- A kind whose runs must not overlap waits for the end of the lease that is taken away, also if that is superseded in its turn.
     -- A lease that ends later than was asked for is from before the clock was set back: see reap_expired.
     -- (greatest and least ignore a null)
