@@ -106,9 +106,10 @@ class Policy:
     results: Literal["poll", "notify"] = "poll"
     """How those who wait for results learn of them: by looking once a second, or by a notification, too."""
     result_ttl: timedelta | None = None
-    """For how long a result is kept (None: as long as its job)."""
+    """For how long a result is kept, if for less time than `keep` says (None: as `keep` says)."""
     keep: timedelta | None = timedelta(days=7)
-    """For how long a job that has succeeded or was cancelled is kept, of a keyed one the payload (None: for ever)."""
+    """For how long what has succeeded or was cancelled is kept (None: for ever). Then an event goes with its result, of
+    a keyed job the payload and the result."""
     keep_failed: timedelta | None = timedelta(days=30)
     """For how long a failed event is kept (None: for ever); a keyed job that has failed stays as it is."""
 
