@@ -214,6 +214,8 @@ class PrunedFacts(NamedTuple):
     read: int
     deleted: int
     last: int | None
+    has_young: bool
+    """Whether some were too young: then all that come after them are."""
 
 
 def prune_jobs(tables: TableMap, shelves: Sequence[Shelf], *, limit: int) -> Statement[dict[int, PrunedJobs]]:

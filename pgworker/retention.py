@@ -71,6 +71,13 @@ class Retention:
         self._results = [shelf._replace(after=BEGINNING) for shelf in self._results]
         self._facts_after = 0
 
+    def prune_all(self) -> Flow[Pruned]:
+        """Passes until one finds nothing: for a moment, what there is may be another process's turn."""
+        pruned = Pruned()
+        while any(more := (yield from self.prune())):
+            pruned = Pruned(*map(sum, zip(pruned, more, strict=True)))
+        return pruned
+
     def prune(self) -> Flow[Pruned]:
         """One pass over everything, from where the last one ended, until nothing is old any more."""
         facts = (yield from self.prune_facts()) if self._with_facts else 0
@@ -92,9 +99,9 @@ class Retention:
                 self._tables, keep_seconds=keep_seconds, after=self._facts_after, limit=_PAGE
             )
             facts += page.deleted
-            if page.last is not None and page.deleted == page.read:
+            if page.last is not None and not page.has_young:
                 self._facts_after = page.last
-            if page.deleted < _PAGE:
+            if page.has_young or page.read < _PAGE:
                 return facts
 
     def _prune_jobs(self, kinds: Collection[str]) -> Flow[tuple[int, int]]:

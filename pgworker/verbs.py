@@ -153,7 +153,7 @@ def reopen(
     if tally.pruned:
         raise PayloadPruned(
             f"{_jobs(tally.pruned)} of kind {kind.name!r} cannot be {verb}, the payload has been pruned"
-            f"{_rest(tally.done, verb)}: enqueue with a payload instead"
+            f"{_rest(tally.done, verb)}: enqueue with a payload and another revision, or forget the job first"
         )
     return _all_done(tally, kind, verb)
 

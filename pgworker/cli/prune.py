@@ -51,7 +51,7 @@ def prune(
         database = SyncDatabase(settings.dsn, "enqueue", deadline=STORE_TIMEOUT, connections=1)
         database.open()
         try:
-            pruned = drive_sync(Retention(settings.tables, kinds, facts=kind is None).prune(), database.run)
+            pruned = drive_sync(Retention(settings.tables, kinds, facts=kind is None).prune_all(), database.run)
         finally:
             database.close()
     if as_json:

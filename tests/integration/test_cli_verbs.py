@@ -77,7 +77,7 @@ def test_a_job_whose_payload_is_gone_is_told(dsn: str, hand: Hand, admin: Admin)
     admin.execute("update pgworker.jobs set payload = null where key = 'a'")
     ended = invoke("retry", "work", "--all", dsn=dsn)
     assert (ended.code, ended.out) == (1, "")
-    assert "the payload has been pruned (1 job was retried): enqueue with a payload instead" in ended.err
+    assert "the payload has been pruned (1 job was retried): enqueue with a payload and another revision" in ended.err
 
 
 @pytest.mark.ruling("2.28")

@@ -463,12 +463,46 @@ def test_facts_go_after_thirty_days_from_the_beginning_of_the_journal(
 
 def test_a_page_of_facts_begins_after_an_id_and_is_one_process_turn(hand: Hand, other: Hand, admin: Admin) -> None:
     told = tell(admin, 40, 39, 38, 37)
-    assert hand.send(tear(told[0], 2)) == (2, 2, told[2])
+    assert hand.send(tear(told[0], 2)) == (2, 2, told[2], False)
     with other.connection.transaction(force_rollback=True):
-        assert other.send(tear(limit=1)) == (1, 1, told[0])
-        assert hand.send(tear()) == (0, 0, None)
-    assert hand.send(tear()) == (2, 2, told[3])
+        assert other.send(tear(limit=1)) == (1, 1, told[0], False)
+        assert hand.send(tear()) == (0, 0, None, False)
+    assert hand.send(tear()) == (2, 2, told[3], False)
     assert facts(admin) == []
+
+
+def test_facts_of_the_future_hold_up_nothing(
+    app: App, hand: Hand, admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention_module, "_PAGE", 2)
+    told = tell(admin, 40, -1, -2, -3, 40, 40, 40)  # written while the clock was ahead
+    assert clear(hand, Retention(TABLES, [])) == (0, 0, 0, 4)
+    assert facts(admin) == told[1:4]
+    young = tell(admin, 29)
+    assert hand.send(tear(told[2])) == (2, 0, young[0], True)
+    assert hand.send(tear(told[2], 1)) == (1, 0, told[3], False)
+
+
+def test_the_command_ends_when_nothing_is_left_although_another_process_had_a_turn(
+    app: App, hand: Hand, other: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention_module, "_PAGE", 3)
+    for _ in range(4):
+        end(hand, None, days=8)
+    sent = 0
+
+    def send(statement: Statement[Any]) -> Any:
+        nonlocal sent
+        if statement.name != "prune_jobs":
+            return hand.send(statement)
+        sent += 1
+        if sent != 2:
+            return hand.send(statement)
+        with other.connection.transaction(force_rollback=True):
+            other.send(prune(shelf(days=9)))
+            return hand.send(statement)
+
+    assert drive_sync(Retention(TABLES, kinds(app, "work")).prune_all(), send) == (4, 0, 0, 0)
 
 
 # --- in a worker ----------------------------------------------------------------------------------------------------
@@ -526,7 +560,7 @@ class Clock:
         self.now += 1
         if self._errors:
             raise self._errors.pop()
-        return {} if statement.name == "prune_jobs" else statement.read([(0, 0, None)])
+        return {} if statement.name == "prune_jobs" else statement.read([(0, 0, None, False)])
 
     async def forever(self, kinds: list[Kind]) -> None:
         with pytest.raises(KeyboardInterrupt):
@@ -550,7 +584,7 @@ async def test_now_and_then_a_pass_begins_at_the_oldest(app: App, monkeypatch: p
 
     async def run(statement: Statement[Any]) -> Any:
         if statement.name != "prune_jobs":
-            return statement.read([(0, 0, None)])
+            return statement.read([(0, 0, None, False)])
         parameters = cast("dict[str, Any]", statement.parameters)
         asked.append((parameters["afters"][0], parameters["after_ids"][0]))
         return page

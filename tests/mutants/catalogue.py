@@ -108,6 +108,7 @@ CODE: Final = {
             (
                 "Retention.__init__",
                 "Retention.begin_anew",
+                "Retention.prune_all",
                 "Retention.prune",
                 "Retention.prune_facts",
                 "Retention._prune_jobs",
