@@ -19,7 +19,7 @@ from psycopg import errors as pg
 from psycopg_pool import PoolTimeout
 
 from pgworker.client import Done, Order, in_callers_order, put_orders
-from pgworker.db import NO_ANSWER, drive, is_data_error, is_outage
+from pgworker.db import NO_ANSWER, drive, is_outage
 from pgworker.errors import PgworkerError
 from pgworker.job import Enqueued
 from pgworker.statements import Statement
@@ -48,13 +48,20 @@ class Run(Protocol):
 class Call:
     """One call that waits for its answer."""
 
-    __slots__ = ("answer", "order", "size", "timer")
+    __slots__ = ("answer", "order", "size", "timer", "until")
 
-    def __init__(self, order: Order, answer: asyncio.Future[Done]) -> None:
+    def __init__(self, order: Order, answer: asyncio.Future[Done], until: float) -> None:
         self.order = order
         self.answer = answer
         self.size = _size(order)
         self.timer: asyncio.TimerHandle | None = None
+        self.until = until
+        """When it gives up if it still waits, by the event loop's clock."""
+
+    @property
+    def is_large(self) -> bool:
+        """Whether it is too large to share a statement."""
+        return len(self.order.rows) > MAX_ROWS or self.size > MAX_BYTES
 
     @property
     def keys(self) -> Sequence[str]:
@@ -105,6 +112,11 @@ class Line:
         self.flying.update(taken)
         return taken
 
+    def withdraw(self, call: Call) -> None:
+        """Let go of a call that waits no more."""
+        if call not in self.flying:
+            self.waiting = [each for each in self.waiting if each is not call]
+
     def part(self, calls: Sequence[Call]) -> list[Call]:
         """Of calls that do not fly well together, those without a common key; the later ones wait again, in front."""
         keys: set[str] = set()
@@ -146,9 +158,9 @@ class Groups:
     it: whoever started it may be cancelled, by whatever means, and harms nobody.
 
     `shared` gives up soon on rows that others hold; `alone`, over other connections, waits for them up to the deadline.
-    A flush that a value or a lock spoils is tried again in parts, beside those that follow, down to the one call that
-    is at fault: it alone waits, or gets the error. `committed` is told of each commit: the kind, and whether running
-    jobs were superseded.
+    A flush that is refused, for a value, a lock or whatever else, is tried again in parts, beside those that follow,
+    down to the one call that is at fault: it alone waits, or gets the error. `committed` is told of each commit: the
+    kind, and whether running jobs were superseded.
 
     When the answer of a flush is lost, with the connection, events are sent once more: their keys were made for them,
     so insert_missing_events adds nothing to what was written. Jobs with keys of the caller's are not: without a
@@ -171,21 +183,20 @@ class Groups:
         """Put an order, together with others of its sort that wait; the answer, or the error, is its own.
 
         Raises what Database.run does; PoolTimeout if it has not been sent within `patience` seconds. Cancelled before
-        that, it is withdrawn; after it, nobody knows. One too large to share is sent at once, by itself.
+        that, it is withdrawn; after it, nobody knows. One too large to share is sent by itself, and holds up nobody.
         """
         loop = asyncio.get_running_loop()
-        call = Call(order, loop.create_future())
-        if len(order.rows) > MAX_ROWS or call.size > MAX_BYTES:
-            done = Done()
-            await self._send([call], done, self._alone)
-            return in_callers_order(order, done)
+        call = Call(order, loop.create_future(), loop.time() + self._patience)
         line = self._lines.setdefault((order.kind.name, order.keep and not order.events, order.events), Line())
         if line.busy or line.flying:
-            call.timer = loop.call_later(self._patience, _give_up, call)
+            _watch(call, loop)
         line.waiting.append(call)
         self._serve(line)
         try:
             done = await call.answer
+        except BaseException:
+            line.withdraw(call)  # at once, with its payloads: those before it may take long
+            raise
         finally:
             if call.timer is not None:
                 call.timer.cancel()
@@ -195,8 +206,9 @@ class Groups:
 
     async def close(self, within: float) -> None:
         """Let those end that are under way, whose callers may be gone."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=within)
+        until = time.monotonic() + within
+        while self._tasks and (left := until - time.monotonic()) > 0:
+            await asyncio.wait(self._tasks, timeout=left)  # one may be followed by others, for parts of it
 
     # --- flushes ----------------------------------------------------------------------------------------------------
 
@@ -217,7 +229,10 @@ class Groups:
                 for call in calls:
                     if call.timer is not None:
                         call.timer.cancel()
-                await self._flush(line, calls, Done())
+                if calls[0].is_large:
+                    self._spawn(self._flush(line, calls, Done(), alone=True))
+                else:
+                    await self._flush(line, calls, Done())
                 if line.waiting:  # those that have just been answered may come again: let them join
                     await anyio.lowlevel.cancel_shielded_checkpoint()
         except asyncio.CancelledError:
@@ -235,7 +250,8 @@ class Groups:
             _cancel(calls)
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is: callers wait for it
-            if alone or not _is_spoiled(error) or (len(calls) == 1 and is_data_error(error)):
+            if alone or is_outage(error) or (len(calls) == 1 and not _is_held_up(error)):
+                _answer([call for call in calls if done.covers(call.order)], done)
                 _fail(calls, error)
             else:
                 landed = self._try_again(line, calls, done)
@@ -250,6 +266,8 @@ class Groups:
         ended = [call for call in calls if call.answer.done() or done.covers(call.order)]
         _answer(ended, done)
         apart = line.part([call for call in calls if call not in ended])
+        for call in line.waiting:  # those that do so once more, too
+            _watch(call, asyncio.get_running_loop())
         size = -(-len(apart) // _PARTS)
         for first in range(0, len(apart), size or 1):
             self._spawn(self._flush(line, apart[first : first + size], done, alone=len(calls) == 1))
@@ -275,6 +293,12 @@ class Groups:
             self._committed(like.kind.name, any(put.status == "superseded" for put in done.puts.values()))
 
 
+def _watch(call: Call, loop: asyncio.AbstractEventLoop) -> None:
+    """See to it that the call gives up in time, unless it is taken."""
+    if call.timer is None or call.timer.cancelled():
+        call.timer = loop.call_at(call.until, _give_up, call)
+
+
 def _give_up(call: Call) -> None:
     if not call.answer.done():
         call.answer.set_exception(PoolTimeout("those before it have not been answered"))
@@ -298,9 +322,9 @@ def _cancel(calls: Sequence[Call]) -> None:
         call.answer.cancel()
 
 
-def _is_spoiled(error: Exception) -> bool:
-    """Whether one row may be at fault, or somebody who holds it; the others would pass without it."""
-    return is_data_error(error) or isinstance(error, (*_CONFLICTS, PgworkerError))
+def _is_held_up(error: Exception) -> bool:
+    """Whether others were in the way, who may let go: alone, a call can wait for them."""
+    return isinstance(error, (*_CONFLICTS, PgworkerError))
 
 
 def _is_unanswered(error: Exception) -> bool:

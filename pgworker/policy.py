@@ -132,6 +132,10 @@ class Policy:
             )
         for name, limit in (("max_attempts", self.max_attempts), ("max_evictions", self.max_evictions)):
             _check(holds=limit is None or limit >= 1, message=f"{name} must be at least 1 or None, got {limit}")
+        _check(
+            holds=not (self.prefetch and self.max_evictions == 1),
+            message="prefetch needs a max_evictions of 2 or more: a lost worker evicts what it has claimed ahead, too",
+        )
         for name, choices in _CHOICES.items():
             chosen = getattr(self, name)
             _check(holds=chosen in choices, message=f"{name} is one of {', '.join(choices)}, got {chosen!r}")

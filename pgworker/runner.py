@@ -258,7 +258,8 @@ class Runner:
             return
         release = Settlement("pending", None, delay_seconds=delay_seconds)
         try:
-            answers = await self._shared.database.run(self._queue.settle([(claim, release) for claim in claims]))
+            statement = self._queue.settle([(claim, release) for claim in claims])
+            answers = await self._shared.database.run(statement, within=self._give_up_at() - time.monotonic())
         except (psycopg.Error, TimeoutError) as error:
             self._note(RunnerTrouble(self.kind.name, QUEUE_RELEASE_FAILED, type(error).__name__))
         else:

@@ -164,7 +164,7 @@ class Slots:
                     attempt = None
                     if self._leader is not me or scope.cancel_called:
                         break
-                    if time.monotonic() >= until or contextvars.copy_context() != context:
+                    if time.monotonic() >= until or not _is_as_it_was(context):
                         break
             if attempt is not None:
                 await attempt.call_again()
@@ -217,3 +217,11 @@ class Slots:
         """A call ended without a verdict on its jobs: their leases run out, and they run again."""
         raised(self._tools.kind, error, 1)  # says where it came from
         self._tools.tell(RunnerTrouble(self._tools.kind.name, HANDLER_PANIC, type(error).__name__))
+
+
+def _is_as_it_was(context: contextvars.Context) -> bool:
+    """Whether no variable has another value; one that cannot be compared is taken for another."""
+    try:
+        return contextvars.copy_context() == context
+    except Exception:  # noqa: BLE001 - whatever the comparison of an app's values raises
+        return False

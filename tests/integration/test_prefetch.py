@@ -17,7 +17,7 @@ import pytest
 from pgworker import App, Job, Lease, Pause
 from pgworker.claimer import Claimer, Taken
 from pgworker.ending import Ending
-from pgworker.events import JobLost, JobSettled
+from pgworker.events import JobLost, JobSettled, RunnerTrouble
 from pgworker.finisher import Finisher
 from pgworker.leases import Held
 from pgworker.operations import pause_kind
@@ -280,6 +280,30 @@ async def test_no_handler_sees_what_another_has_set_in_its_context(app: App) -> 
     async with running(app.worker()):
         await seen.count(JobSettled, 50)
     assert found == [""] * 50
+
+
+class Incomparable:
+    """As some libraries' values are: arrays, expressions."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError("ambiguous")
+
+
+async def test_a_context_variable_that_cannot_be_compared_harms_nobody(app: App) -> None:
+    variable: contextvars.ContextVar[Incomparable | None] = contextvars.ContextVar("incomparable", default=None)
+
+    @app.kind("work", concurrency=2)
+    async def work(job: Job[int]) -> None:
+        assert variable.get() is None
+        variable.set(Incomparable())
+
+    await app.enqueue_many("work", jobs(10))
+    seen = Recorder(app)
+    async with running(app.worker()):
+        await seen.count(JobSettled, 10)
+    assert not seen.of(RunnerTrouble)
 
 
 async def test_a_call_that_has_waited_shares_its_task_with_none_after_it(app: App) -> None:

@@ -13,10 +13,12 @@ import pytest
 
 from pgworker import App, Job, Pause
 from pgworker.claimer import Claimer, Taken
+from pgworker.db import Database
 from pgworker.events import JobSettled
 from pgworker.finisher import Finisher
 from pgworker.operations import pause_kind
 from pgworker.queue import JobsTable
+from pgworker.statements import Statement
 from pgworker.worker import Worker
 from tests.handles import Gate, Hand, Recorder, jobs, running
 
@@ -124,6 +126,15 @@ async def test_during_the_claim(app: App, admin: Admin, way: str, moment: str, m
         return answered or await take_round(self, limit)
 
     monkeypatch.setattr(Claimer, "round", held)
+    budgets: list[float] = []
+    send = Database.run
+
+    async def run(self: Database, statement: Statement[Any], *, within: float = float("inf")) -> Any:
+        if statement.name == "settle_jobs":
+            budgets.append(within)
+        return await send(self, statement, within=within)
+
+    monkeypatch.setattr(Database, "run", run)
 
     @app.kind("work", preset="content", batch=4, concurrency=1, window=0)
     async def work(batch: list[Job[int]]) -> None:
@@ -137,6 +148,8 @@ async def test_during_the_claim(app: App, admin: Admin, way: str, moment: str, m
     assert called == []
     assert untouched(admin)
     assert worker.status()["work"].released == 4
+    assert len(budgets) == 1
+    assert budgets[0] < 5 or way == "drain", "what is given back shares the time of the release"
 
 
 @pytest.mark.race(6)

@@ -98,7 +98,7 @@ CODE: Final = {
                 "_may_join",
                 "_is_replaceable",
                 "_join",
-                "_is_spoiled",
+                "_is_held_up",
                 "_is_unanswered",
             ),
             ("tests/unit/test_groups.py",),

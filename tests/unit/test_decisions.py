@@ -228,35 +228,35 @@ PRESET_VALUES = {
         concurrency=10, batch=64, window=timedelta(seconds=0.25), poll=SECOND, timeout=None,
         lease=Lease(15 * SECOND, 5 * SECOND), max_attempts=10, max_evictions=5,
         backoff=Backoff(SECOND, 10 * MINUTE, "symmetric", 0.2), stop=Stop("drain", 25 * SECOND), panic="retry",
-        facts="exceptional", weights=(4, 1), singly=False, supersede="now", results="poll", result_ttl=None,
+        facts="exceptional", weights=(4, 1), singly=False, fair=False, supersede="now", results="poll", result_ttl=None,
         keep=timedelta(days=7), keep_failed=timedelta(days=30),
     ),
     "content": Policy(
         concurrency=2, batch=64, window=timedelta(seconds=0.25), poll=SECOND, timeout=2 * MINUTE,
         lease=Lease(770 * SECOND, None), max_attempts=3, max_evictions=5,
         backoff=Backoff(SECOND, MINUTE, "additive", 0.2), stop=Stop("release", None), panic="permanent",
-        facts="none", weights=(4, 1), singly=False, supersede="now", results="poll", result_ttl=None,
+        facts="none", weights=(4, 1), singly=False, fair=False, supersede="now", results="poll", result_ttl=None,
         keep=timedelta(days=7), keep_failed=timedelta(days=30),
     ),
     "pool": Policy(
         concurrency=2, batch=64, window=timedelta(seconds=0.25), poll=SECOND, timeout=10 * MINUTE,
         lease=Lease(2 * MINUTE, 30 * SECOND), max_attempts=3, max_evictions=5,
         backoff=Backoff(2 * SECOND, 5 * MINUTE, "none", 0.2), stop=Stop("drain", None), panic="retry",
-        facts="all", weights=(4, 1), singly=False, supersede="now", results="poll", result_ttl=None,
+        facts="all", weights=(4, 1), singly=False, fair=False, supersede="now", results="poll", result_ttl=None,
         keep=timedelta(days=7), keep_failed=timedelta(days=30),
     ),
     "simple": Policy(
         concurrency=5, batch=64, window=timedelta(seconds=0.25), poll=10 * SECOND, timeout=None,
         lease=Lease(5 * MINUTE, 100 * SECOND), max_attempts=10, max_evictions=5,
         backoff=Backoff(SECOND, 10 * MINUTE, "symmetric", 0.2), stop=Stop("drain", None), panic="retry",
-        facts="none", weights=(4, 1), singly=False, supersede="now", results="poll", result_ttl=None,
+        facts="none", weights=(4, 1), singly=False, fair=False, supersede="now", results="poll", result_ttl=None,
         keep=timedelta(days=7), keep_failed=timedelta(days=30),
     ),
     "dispatch": Policy(
         concurrency=10, batch=64, window=timedelta(seconds=0.25), poll=SECOND, timeout=None,
         lease=Lease(30 * SECOND, 10 * SECOND), max_attempts=10, max_evictions=5,
         backoff=Backoff(SECOND, MINUTE, "full", 0.2), stop=Stop("drain", 30 * SECOND), panic="retry",
-        facts="all", weights=(4, 1), singly=False, supersede="now", results="poll", result_ttl=None,
+        facts="all", weights=(4, 1), singly=False, fair=False, supersede="now", results="poll", result_ttl=None,
         keep=timedelta(days=7), keep_failed=timedelta(days=30),
     ),
 }  # fmt: skip
@@ -345,6 +345,13 @@ def test_a_covering_lease_covers_calls_and_writes() -> None:
     needed = covering_ttl(MINUTE, 2, singly=True)
     Policy(timeout=MINUTE, batch=2, singly=True, lease=Lease.cover(needed))
     refuses(lambda: Policy(timeout=MINUTE, batch=2, singly=True, lease=Lease.cover(needed - TICK)))
+
+
+def test_what_is_claimed_ahead_must_survive_a_lost_worker() -> None:
+    Policy(prefetch=1, max_evictions=2)
+    Policy(prefetch=1, max_evictions=None)
+    Policy(prefetch=0, max_evictions=1)
+    refuses(lambda: Policy(prefetch=1, max_evictions=1))
 
 
 def test_what_a_kind_gives_overrides_its_preset() -> None:

@@ -27,7 +27,7 @@ WORK = untyped("work")
 
 def call(*jobs: NewJob, keep: bool = False) -> Call:
     order = make_order(WORK, jobs, if_pending="keep" if keep else "replace")
-    return Call(order, asyncio.get_running_loop().create_future())
+    return Call(order, asyncio.get_running_loop().create_future(), until=float("inf"))
 
 
 def line(*calls: Call) -> Line:
@@ -241,16 +241,32 @@ async def test_kinds_and_events_have_lines_of_their_own() -> None:
     assert sorted(server.flushes) == [["1"], ["1"], ["k"], ["k"]]
 
 
-async def test_one_too_large_to_share_is_sent_at_once_by_itself() -> None:
-    server = Server()
+async def test_one_too_large_to_share_goes_by_itself_in_its_turn_and_holds_up_nobody() -> None:
+    answered = anyio.Event()
+
+    class Slow(Server):
+        async def run_alone(self, statement: Statement[T], /, *, within: float = 5.0) -> T:
+            answer = await super().run_alone(statement, within=within)
+            await answered.wait()
+            return answer
+
+    server = Slow()
     server.may_answer = anyio.Event()
+    large = [job(f"k{number}", "r") for number in range(MAX_ROWS + 1)]
     async with anyio.create_task_group() as group:
-        group.start_soon(server.put, NewJob(0))
+        group.start_soon(server.put, job("k0", "older"))
         await anyio.wait_all_tasks_blocked()
-        group.start_soon(server.put, *[NewJob(1)] * (MAX_ROWS + 1))
+        group.start_soon(server.put, *large)
+        group.start_soon(server.put, job("other", "r"))
+        group.start_soon(server.put, job("k1", "newer"))
+        await anyio.wait_all_tasks_blocked()
+        assert (server.flushes, server.alone) == ([["k0"]], []), "it would overtake the first"
+        server.may_answer.set()
         await anyio.wait_all_tasks_blocked()
         assert [len(flush) for flush in server.alone] == [MAX_ROWS + 1]
-        server.may_answer.set()
+        assert server.flushes == [["k0"], ["other"]]
+        answered.set()
+    assert server.flushes == [["k0"], ["other"], ["k1"]]
 
 
 @pytest.mark.ruling("2.8")
@@ -340,7 +356,9 @@ ERRORS: list[tuple[Exception, bool, bool]] = [
     (pg.DeadlockDetected("held"), True, False),
     (pg.SerializationFailure("held"), True, False),
     (PgworkerError("kept changing"), True, False),
-    (pg.UndefinedTable("no"), False, False),
+    (pg.UndefinedTable("no"), True, False),
+    (pg.RaiseException("by a trigger"), True, False),
+    (psycopg.DataError("by the driver"), True, False),
     (TimeoutError(), False, False),
     (PoolTimeout("busy"), False, False),
     (pg.QueryCanceled("late"), False, False),
@@ -445,6 +463,76 @@ async def test_who_waits_too_long_for_a_flush_hears_that_nothing_was_sent() -> N
             await server.put(NewJob(1))
         server.may_answer.set()
     assert server.flushes == [["0"]]
+
+
+async def test_who_is_parted_from_others_and_waits_again_does_so_for_no_longer() -> None:
+    released = anyio.Event()
+
+    class Held(Server):
+        async def run_alone(self, statement: Statement[T], /, *, within: float = 5.0) -> T:
+            await released.wait()
+            return await super().run_alone(statement, within=within)
+
+    server = Held(lambda _, alone: None if alone else pg.LockNotAvailable("held"))
+    server.groups._patience = 0.2
+    answers: list[object] = []
+
+    async def put() -> None:
+        try:
+            answers.append((await server.put(job("k")))[0].status)
+        except PoolTimeout as error:
+            answers.append(type(error))
+
+    async with anyio.create_task_group() as group:
+        for _ in range(4):
+            group.start_soon(put)
+        with anyio.fail_after(5):
+            while len(answers) < 3:  # noqa: ASYNC110 - timers tell of nothing
+                await anyio.sleep(0.01)
+        assert answers == [PoolTimeout] * 3
+        (waiting,) = server.groups._lines.values()
+        assert not waiting.waiting, "they have let go of their payloads"
+        released.set()
+    assert answers[3:] == ["created"]
+
+
+async def test_what_is_committed_is_answered_although_a_later_round_fails() -> None:
+    class Partial(Server):
+        async def run(self, statement: Statement[T], /, *, within: float = 5.0) -> T:
+            answer = await super().run(statement, within=within)
+            assert isinstance(answer, dict)
+            del answer["b"]
+            return answer
+
+    def fails(statement: Statement[Any], _: bool) -> Exception | None:  # noqa: FBT001
+        return psycopg.OperationalError("gone") if statement.parameters["keys"] == ["b"] else None
+
+    created, lost = await gather(Partial(fails), [job("a", "r"), job("b", "r")])
+    assert isinstance(created, list)
+    assert created[0].status == "created"
+    assert isinstance(lost, psycopg.OperationalError)
+
+
+async def test_closing_waits_for_what_follows_a_flush_too() -> None:
+    server = Server(lambda statement, _: pg.RaiseException("no") if statement.parameters["keys"] != ["b"] else None)
+    server.may_answer = anyio.Event()
+    answers: list[object] = []
+
+    async def put(key: str) -> None:
+        try:
+            answers.append((await server.put(job(key, "r")))[0].status)
+        except pg.RaiseException as error:
+            answers.append(type(error))
+
+    async with anyio.create_task_group() as group:
+        for key in "abc":
+            group.start_soon(put, key)
+        await anyio.wait_all_tasks_blocked()
+        server.may_answer.set()
+        await server.groups.close(5)
+        assert not server.groups._tasks
+        assert len(server.flushes) == 4
+    assert sorted(map(str, answers)) == sorted([str(pg.RaiseException)] * 2 + ["created"])
 
 
 async def test_when_the_event_loop_ends_nobody_is_left_waiting() -> None:
