@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import random
 import time
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -75,7 +76,7 @@ class Retention:
         """Passes until one finds nothing: for a moment, what there is may be another process's turn."""
         pruned = Pruned()
         while any(more := (yield from self.prune())):
-            pruned = Pruned(*map(sum, zip(pruned, more, strict=True)))
+            pruned = Pruned(*map(operator.add, pruned, more))
         return pruned
 
     def prune(self) -> Flow[Pruned]:
@@ -123,7 +124,9 @@ class Retention:
     def _prune_results(self, kinds: Collection[str]) -> Flow[int]:
         results = 0
         for number, shelf in enumerate(self._results):
-            read = _PAGE if shelf.kind in kinds else 0
+            if shelf.kind not in kinds:
+                continue
+            read = _PAGE
             while read == _PAGE:
                 page: PrunedResults = yield expire_results(self._tables, self._results[number], limit=_PAGE)
                 read, results = page.read, results + page.deleted

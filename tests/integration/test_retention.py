@@ -13,6 +13,7 @@ from typing import Any, TypeAlias, cast
 import anyio
 import psycopg
 import pytest
+from psycopg.errors import ForeignKeyViolation
 
 import pgworker.retention as retention_module
 from pgworker import App, Job, NewJob, PayloadPruned, ResultGone, TableQueue, UnknownJob
@@ -42,6 +43,19 @@ Admin: TypeAlias = psycopg.Connection[Any]
 
 DAY = 86_400.0
 STATES: tuple[State, ...] = ("succeeded", "cancelled", "failed")
+
+
+@pytest.fixture(autouse=True)
+def nobodys_turn(admin: Admin) -> None:
+    """A worker of the test before may have been cut off from its statement, which goes on for a moment."""
+    until = time.monotonic() + 5
+    locks = (
+        "select count(*) from pg_locks l join pg_database d on d.oid = l.database"
+        " where l.locktype = 'advisory' and d.datname = current_database()"
+    )
+    while admin.execute(locks).fetchone() != (0,):
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 @pytest.fixture
@@ -459,6 +473,10 @@ def test_facts_go_after_thirty_days_from_the_beginning_of_the_journal(
     assert clear(hand, retention) == (0, 0, 0, 0)
     tell(admin, 40)
     assert clear(hand, retention) == (0, 0, 0, 1), "an empty page, or another's turn, loses no place"
+    admin.execute("update pgworker.facts set id = 1 where id = %s", tell(admin, 40))
+    assert clear(hand, retention) == (0, 0, 0, 0)
+    retention.begin_anew()
+    assert clear(hand, retention) == (0, 0, 0, 1)
 
 
 def test_a_page_of_facts_begins_after_an_id_and_is_one_process_turn(hand: Hand, other: Hand, admin: Admin) -> None:
@@ -632,3 +650,23 @@ async def test_what_stops_it_for_one_kind_stops_it_for_no_other(
         "work error=ForeignKeyViolation",
         "work error=ForeignKeyViolation",
     ]
+
+
+@pytest.mark.parametrize(
+    ("error", "statements"), [(None, 1), (psycopg.OperationalError("gone"), 1), (ForeignKeyViolation("of one"), 3)]
+)
+async def test_kinds_are_tried_apart_only_if_one_may_be_at_fault(
+    app: App, error: Exception | None, statements: int
+) -> None:
+    sent: list[str] = []
+
+    async def run(statement: Statement[Any]) -> Any:
+        sent.append(statement.name)
+        if statement.name == "prune_facts":
+            return statement.read([(0, 0, None, False)])
+        if error is not None:
+            raise error
+        return {}
+
+    await prune_apart(Retention(TABLES, kinds(app, "work", "other")), run)
+    assert sent == ["prune_facts", *["prune_jobs"] * statements]

@@ -350,27 +350,28 @@ async def test_an_error_that_is_nobodys_is_everybodys_one_each() -> None:
     assert len({id(answer) for answer in answers}) == 3
 
 
-ERRORS: list[tuple[Exception, bool, bool]] = [
-    (pg.NumericValueOutOfRange("no"), True, False),
-    (pg.LockNotAvailable("held"), True, False),
-    (pg.DeadlockDetected("held"), True, False),
-    (pg.SerializationFailure("held"), True, False),
-    (PgworkerError("kept changing"), True, False),
-    (pg.UndefinedTable("no"), True, False),
-    (pg.RaiseException("by a trigger"), True, False),
-    (psycopg.DataError("by the driver"), True, False),
-    (TimeoutError(), False, False),
-    (PoolTimeout("busy"), False, False),
-    (pg.QueryCanceled("late"), False, False),
-    (pg.AdminShutdown("gone"), False, True),
-    (psycopg.OperationalError("gone"), False, True),
+ERRORS: list[tuple[Exception, bool, bool, bool]] = [
+    (pg.NumericValueOutOfRange("no"), True, False, False),
+    (pg.LockNotAvailable("held"), True, True, False),
+    (pg.DeadlockDetected("held"), True, True, False),
+    (pg.SerializationFailure("held"), True, True, False),
+    (PgworkerError("kept changing"), True, True, False),
+    (pg.UndefinedTable("no"), True, False, False),
+    (pg.RaiseException("by a trigger"), True, False, False),
+    (psycopg.DataError("by the driver"), True, False, False),
+    (TimeoutError(), False, False, False),
+    (PoolTimeout("busy"), False, False, False),
+    (pg.QueryCanceled("late"), False, False, False),
+    (pg.AdminShutdown("gone"), False, False, True),
+    (psycopg.OperationalError("gone"), False, False, True),
 ]
 
 
-@pytest.mark.parametrize(("error", "apart", "again"), ERRORS, ids=lambda value: type(value).__name__)
-async def test_which_errors_may_be_one_callers_and_after_which_events_are_sent_again(
+@pytest.mark.parametrize(("error", "apart", "alone", "again"), ERRORS, ids=lambda value: type(value).__name__)
+async def test_which_errors_may_be_one_callers_which_pass_and_after_which_events_are_sent_again(
     error: Exception,
     apart: bool,  # noqa: FBT001
+    alone: bool,  # noqa: FBT001
     again: bool,  # noqa: FBT001
 ) -> None:
     def fails(_: Statement[Any], __: bool) -> Exception:  # noqa: FBT001
@@ -379,6 +380,7 @@ async def test_which_errors_may_be_one_callers_and_after_which_events_are_sent_a
     keyed, events = Server(fails), Server(fails)
     await gather(keyed, [job("k", "r"), job("l", "r")])
     assert keyed.flushes == [["k", "l"], *([["k"], ["l"]] if apart else [])]
+    assert keyed.alone == ([["k"], ["l"]] if alone else [])
     await gather(events, [NewJob(0), NewJob(1)])
     assert events.flushes.count(["0", "1"]) == 1 + again
 
