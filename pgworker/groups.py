@@ -11,6 +11,7 @@ import asyncio
 import copy
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Final, Protocol, TypeAlias, TypeVar
 
@@ -114,8 +115,8 @@ class Line:
 
     def withdraw(self, call: Call) -> None:
         """Let go of a call that waits no more."""
-        if call not in self.flying:
-            self.waiting = [each for each in self.waiting if each is not call]
+        with suppress(ValueError):  # it may fly, or have ended
+            self.waiting.remove(call)
 
     def part(self, calls: Sequence[Call]) -> list[Call]:
         """Of calls that do not fly well together, those without a common key; the later ones wait again, in front."""
