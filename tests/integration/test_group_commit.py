@@ -170,6 +170,22 @@ async def test_a_payload_that_cannot_be_is_refused_before_it_meets_others(work: 
 
 
 @pytest.mark.ruling("2.8")
+@pytest.mark.parametrize("code", ["P0001", "QU001"])
+async def test_what_a_trigger_refuses_costs_its_caller_alone(work: App, admin: Admin, code: str) -> None:
+    admin.execute(
+        f"""create function pg_temp.refuse() returns trigger language plpgsql as
+        $$ begin raise exception 'over quota' using errcode = '{code}'; end $$;
+        create trigger refuse before insert on pgworker.jobs for each row when (new.key = 'k1')
+        execute function pg_temp.refuse()"""
+    )
+    async with work:
+        put = await asyncio.gather(*(work.enqueue("work", key=f"k{n}") for n in range(4)), return_exceptions=True)
+    assert isinstance(put[1], psycopg.Error)
+    assert put[1].sqlstate == code
+    assert [each.status for each in put if isinstance(each, Enqueued)] == ["created"] * 3
+
+
+@pytest.mark.ruling("2.8")
 async def test_a_call_of_many_that_is_refused_leaves_nothing_of_its_own(work: App, admin: Admin) -> None:
     async with work:
         put = await asyncio.gather(
