@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Final, Protocol, TypeAlias, TypeVar
+from typing import Final, Protocol, TypeVar
 
 import anyio.lowlevel
 from psycopg import errors as pg
@@ -30,12 +30,9 @@ T = TypeVar("T")
 
 MAX_ROWS: Final = 500
 MAX_BYTES: Final = 8 * 1024 * 1024
-_PARTS: Final = 8
-"""The fewer steps lead to the call at fault, the less the others wait: each step may wait for a lock."""
+_PARTS: Final = 8  # the fewer steps lead to the call at fault, the less the others wait: each may wait for a lock
 
 _CONFLICTS = (pg.LockNotAvailable, pg.DeadlockDetected, pg.SerializationFailure)
-
-_Sort: TypeAlias = tuple[str, bool, bool]
 
 
 class Run(Protocol):
@@ -56,8 +53,7 @@ class Call:
         self.answer = answer
         self.size = _size(order)
         self.timer: asyncio.TimerHandle | None = None
-        self.until = until
-        """When it gives up if it still waits, by the event loop's clock."""
+        self.until = until  # when it gives up if it still waits, by the event loop's clock
 
     @property
     def is_large(self) -> bool:
@@ -80,18 +76,15 @@ class Line:
 
     def __init__(self) -> None:
         self.waiting: list[Call] = []
-        self.flying: set[Call] = set()
-        """Those that have been taken and have no answer yet."""
-        self.busy = False
-        """Whether somebody is about to take from it."""
+        self.flying: set[Call] = set()  # those that have been taken and have no answer yet
+        self.busy = False  # whether somebody is about to take from it
 
     def take(self) -> list[Call]:
         """Move the calls of the next flush from those that wait to those that fly; none when all have to wait.
 
-        They are as many as fit, without those that have been withdrawn. It has to look as if the calls had been made
-        one after the other, in their order. So one waits while an earlier call with a key of its own waits or flies;
-        unless both just say what the latest value is, without revisions and equally urgent: then they fly together, and
-        the later replaces the earlier.
+        They are as many as fit. It has to look as if the calls had been made one after the other, in their order. So
+        one waits while an earlier call with a key of its own waits or flies; unless both just say what the latest value
+        is, without revisions and equally urgent: then they fly together, and the later replaces the earlier.
         """
         taken: list[Call] = []
         left: list[Call] = []
@@ -154,19 +147,18 @@ def _join(order: Order, barred: set[str], replaceable: dict[str, int]) -> None:
 class Groups:
     """The lines of one event loop.
 
-    A call that finds its line idle starts a flush; what comes meanwhile goes with the next one, so that the return of a
-    flush is the clock, and nothing is buffered but the calls that wait. A flush is a task of its own, which ends with
-    it: whoever started it may be cancelled, by whatever means, and harms nobody.
+    A call that finds its line idle starts a flush; what comes meanwhile goes with the next one: the return of a flush
+    is the clock. A flush is a task of its own: whoever started it may be cancelled, by whatever means.
 
     `shared` gives up soon on rows that others hold; `alone`, over other connections, waits for them up to the deadline.
     A flush that is refused, for a value, a lock or whatever else, is tried again in parts, beside those that follow,
     down to the one call that is at fault: it alone waits, or gets the error. `committed` is told of each commit: the
     kind, and whether running jobs were superseded.
 
-    When the answer of a flush is lost, with the connection, events are sent once more: their keys were made for them,
-    so insert_missing_events adds nothing to what was written. Jobs with keys of the caller's are not: without a
-    revision that would put them anew, although the first may have run since; with one it would take back what others
-    have put meanwhile, and answer `unchanged` for what was created. Their callers get the error, and know better.
+    When the answer of a flush is lost, with the connection, events are sent once more: insert_missing_events adds
+    nothing to what was written. Jobs with keys of the caller's are not: without a revision that would put them anew,
+    although the first may have run since; with one it would take back what others have put meanwhile, and answer
+    `unchanged` for what was created. Their callers get the error, and know better.
     """
 
     def __init__(
@@ -177,7 +169,7 @@ class Groups:
         self._alone = alone
         self._committed = committed
         self._patience = patience
-        self._lines: dict[_Sort, Line] = {}
+        self._lines: dict[tuple[str, bool, bool], Line] = {}  # by sort
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def put(self, order: Order) -> list[Enqueued]:
@@ -251,9 +243,9 @@ class Groups:
             _cancel(calls)
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is: callers wait for it
+            _answer([call for call in calls if done.covers(call.order)], done)  # an earlier round has put them
             if alone or is_outage(error) or (len(calls) == 1 and not _is_held_up(error)):
-                _answer([call for call in calls if done.covers(call.order)], done)
-                _fail(calls, error)
+                _fail(calls, error, done)
             else:
                 landed = self._try_again(line, calls, done)
         else:
@@ -264,9 +256,8 @@ class Groups:
 
     def _try_again(self, line: Line, calls: Sequence[Call], done: Done) -> Sequence[Call]:
         """Start flushes for parts, or for one call alone; returns the calls that need none."""
-        ended = [call for call in calls if call.answer.done() or done.covers(call.order)]
-        _answer(ended, done)
-        apart = line.part([call for call in calls if call not in ended])
+        ended = [call for call in calls if call.answer.done()]
+        apart = line.part([call for call in calls if not call.answer.done()])
         for call in line.waiting:  # those that do so once more, too
             _watch(call, asyncio.get_running_loop())
         size = -(-len(apart) // _PARTS)
@@ -275,23 +266,25 @@ class Groups:
         return ended
 
     async def _send(self, calls: Sequence[Call], done: Done, run: Run) -> None:
-        """Put the orders of these calls, and tell that they are committed."""
+        """Put the orders of these calls, and tell what is committed: when a later round fails, too."""
         orders = [call.order for call in calls]
         like = orders[0]
+        new = {row.key for order in orders for row in order.rows if row.key not in done.puts}
         began = time.monotonic()
         try:
-            transaction = await drive(put_orders(self._tables, orders, done), run)
+            await drive(put_orders(self._tables, orders, done), run)
         except Exception as error:
             if not (like.events and _is_unanswered(error)):
                 raise
             left = self._patience - (time.monotonic() - began)
             try:
-                repeated = put_orders(self._tables, orders, done, again=True)
-                transaction = await drive(repeated, partial(run, within=left))
+                await drive(put_orders(self._tables, orders, done, again=True), partial(run, within=left))
             except Exception:  # noqa: BLE001 - what says that nothing was sent would be wrong: the first may be written
                 raise error from None
-        if like.events or transaction is not None:
-            self._committed(like.kind.name, any(put.status == "superseded" for put in done.puts.values()))
+        finally:
+            puts = [done.puts[key] for key in new if key in done.puts]
+            if any(like.events or put.transaction for put in puts):
+                self._committed(like.kind.name, any(put.status == "superseded" for put in puts))
 
 
 def _watch(call: Call, loop: asyncio.AbstractEventLoop) -> None:
@@ -311,11 +304,14 @@ def _answer(calls: Sequence[Call], done: Done) -> None:
             call.answer.set_result(done)
 
 
-def _fail(calls: Sequence[Call], error: Exception) -> None:
+def _fail(calls: Sequence[Call], error: Exception, done: Done) -> None:
     """Each caller gets an error of its own, which it may add notes and frames to."""
     for call in calls:
         if not call.answer.done():
-            call.answer.set_exception(copy.copy(error) if len(calls) > 1 else error)
+            own = copy.copy(error) if len(calls) > 1 else error
+            if isinstance(error, PoolTimeout) and any(row.key in done.puts for row in call.order.rows):
+                own = TimeoutError("an earlier round has put a part")  # so something was sent
+            call.answer.set_exception(own)
 
 
 def _cancel(calls: Sequence[Call]) -> None:

@@ -339,6 +339,7 @@ async def test_what_is_put_already_is_not_put_again_when_the_rest_fails() -> Non
     assert [answer[0].status for answer in answers] == ["replaced", *["created"] * 3]
     assert server.flushes == [["k1", "k2", "k3", "k0"], ["k2"], ["k2"]]
     assert server.alone == [["k2"]]
+    assert server.told == [("work", False)] * 2, "of each commit once, also of the one before the error"
 
 
 async def test_an_error_that_is_nobodys_is_everybodys_one_each() -> None:
@@ -358,6 +359,7 @@ ERRORS: list[tuple[Exception, bool, bool, bool]] = [
     (PgworkerError("kept changing"), True, True, False),
     (pg.UndefinedTable("no"), True, False, False),
     (pg.RaiseException("by a trigger"), True, False, False),
+    (psycopg.DatabaseError("by a trigger, with a code of its own"), True, False, False),
     (psycopg.DataError("by the driver"), True, False, False),
     (TimeoutError(), False, False, False),
     (PoolTimeout("busy"), False, False, False),
@@ -509,10 +511,44 @@ async def test_what_is_committed_is_answered_although_a_later_round_fails() -> N
     def fails(statement: Statement[Any], _: bool) -> Exception | None:  # noqa: FBT001
         return psycopg.OperationalError("gone") if statement.parameters["keys"] == ["b"] else None
 
-    created, lost = await gather(Partial(fails), [job("a", "r"), job("b", "r")])
+    server = Partial(fails)
+    created, lost = await gather(server, [job("a", "r"), job("b", "r")])
     assert isinstance(created, list)
     assert created[0].status == "created"
     assert isinstance(lost, psycopg.OperationalError)
+    assert server.told == [("work", False)], "nobody else wakes the workers for what is committed"
+
+
+async def test_of_what_only_was_there_nobody_is_told() -> None:
+    class Partial(Server):
+        async def run(self, statement: Statement[T], /, *, within: float = 5.0) -> T:
+            await super().run(statement, within=within)
+            return statement.read([("a", "unchanged", "pending", None)])
+
+    def fails(statement: Statement[Any], _: bool) -> Exception | None:  # noqa: FBT001
+        return psycopg.OperationalError("gone") if statement.parameters["keys"] == ["b"] else None
+
+    server = Partial(fails)
+    await gather(server, [job("a", "r"), job("b", "r")])
+    assert server.flushes == [["a", "b"], ["b"]]
+    assert server.told == []
+
+
+async def test_a_call_of_which_a_part_is_committed_does_not_hear_that_nothing_was_sent() -> None:
+    class Partial(Server):
+        async def run(self, statement: Statement[T], /, *, within: float = 5.0) -> T:
+            answer = await super().run(statement, within=within)
+            assert isinstance(answer, dict)
+            del answer["b"], answer["c"]
+            return answer
+
+    def fails(statement: Statement[Any], _: bool) -> Exception | None:  # noqa: FBT001
+        return PoolTimeout("no connection") if statement.parameters["keys"] == ["b", "c"] else None
+
+    server = Partial(fails)
+    calls = [[job("a", "r"), job("b", "r")], [job("c", "r")]]
+    answers = await asyncio.gather(*(server.put(*jobs) for jobs in calls), return_exceptions=True)
+    assert [type(answer) for answer in answers] == [TimeoutError, PoolTimeout]
 
 
 async def test_closing_waits_for_what_follows_a_flush_too() -> None:
