@@ -13,6 +13,7 @@ from typing import Self, TypeVar
 import anyio
 import anyio.lowlevel
 import anyio.to_thread
+from psycopg_pool import PoolClosed
 
 from pgworker.adapters import AsyncCaller, AsyncConn, async_caller
 from pgworker.db import NO_ANSWER, Database, Flow, drive
@@ -34,6 +35,7 @@ class _Door:
         self.pid = os.getpid()
         self._registry = registry
         self._databases: dict[str, Database] = {}
+        self._is_closed = False
         self.groups = Groups(
             registry.settings.tables,
             shared=partial(self._run, "enqueue"),
@@ -49,6 +51,8 @@ class _Door:
     async def _run(self, role: str, statement: Statement[T], /, *, within: float = float("inf")) -> T:
         database = self._databases.get(role)
         if database is None:
+            if self._is_closed:
+                raise PoolClosed("the app was closed")
             dsn = self._registry.settings.dsn
             database = Database(dsn, role, deadline=STORE_TIMEOUT, connections=DOOR_CONNECTIONS)
             self._databases[role] = database
@@ -58,6 +62,7 @@ class _Door:
     async def close(self) -> None:
         """Close the pools, once what is under way for callers that are gone has ended, or a second has passed."""
         await self.groups.close(1)
+        self._is_closed = True  # what comes later finds its pool closed, and opens none, which nobody would close
         for database in self._databases.values():
             await database.close()
 

@@ -11,11 +11,12 @@ import anyio.lowlevel
 import psycopg
 import pytest
 from psycopg import errors as pg
-from psycopg_pool import PoolTimeout
+from psycopg_pool import PoolClosed, PoolTimeout
 
-from pgworker import Enqueued, NewJob, PgworkerError
+from pgworker import App, Enqueued, NewJob, PgworkerError
 from pgworker.client import make_order
 from pgworker.groups import MAX_BYTES, MAX_ROWS, Call, Groups, Line
+from pgworker.operations import list_pauses
 from pgworker.statements import Statement
 from pgworker.tablemap import TableMap
 from tests.handles import untyped
@@ -571,6 +572,16 @@ async def test_closing_waits_for_what_follows_a_flush_too() -> None:
         assert not server.groups._tasks
         assert len(server.flushes) == 4
     assert sorted(map(str, answers)) == sorted([str(pg.RaiseException)] * 2 + ["created"])
+
+
+async def test_a_closed_app_opens_no_pool_for_what_comes_too_late() -> None:
+    app = App("postgresql:///never")
+    door = app._door()
+    await app.close()
+    with pytest.raises(PoolClosed):
+        await door.run(list_pauses(TableMap()))
+    assert not door._databases
+    assert app._door() is not door, "the app may be used again"
 
 
 async def test_when_the_event_loop_ends_nobody_is_left_waiting() -> None:
