@@ -116,7 +116,11 @@ class AsyncApp:
         if_pending: IfPending = "replace",
         conn: AsyncConn | None = None,
     ) -> list[Enqueued]:
-        """As enqueue, for jobs of one kind: all or none, in one statement; the answers are in the order of the jobs."""
+        """As enqueue, for jobs of one kind: in one statement, all or none; the answers are in the order of the jobs.
+
+        With one exception, without `conn`: what another transaction has put the same at that very moment is asked for
+        once more, in a statement of its own. If that fails, there is an error, although the other jobs are there.
+        """
         caller = async_caller(conn)
         if caller is not None:
             return await self._drive(self._registry.put(kind, jobs, if_pending=if_pending, caller=caller), caller)
