@@ -14,7 +14,7 @@ from pgworker.applier import Applier
 from pgworker.ending import Ending
 from pgworker.errors import PayloadError
 from pgworker.events import Event, JobLost
-from pgworker.executors.guest import is_stopping
+from pgworker.executors.guest import Contained, is_stopping
 from pgworker.executors.results import raised
 from pgworker.finisher import Finisher
 from pgworker.job import Cause, Claim, Job, Signal
@@ -147,6 +147,16 @@ class Attempt:
         if called and not self._releasing:
             await self._call_handler(called, scope)
 
+    def excuse(self) -> bool:
+        """Give back the jobs of a call that somebody unknown has cancelled; says whether there are any.
+
+        For calls that were not the first of their task: an earlier one may have left a timer behind that cancels it.
+        """
+        struck = [item for item in self._called if isinstance(item.result, Failed) and item.result.is_cancelled]
+        for item in struck:
+            item.result = Released()
+        return bool(struck)
+
     def hand_over(self, done: Callable[[], None]) -> bool:
         """Leave the writing to the finisher, which calls `done`, if all has gone well and there is nothing else to do.
 
@@ -182,8 +192,9 @@ class Attempt:
             item.begin_anew()
         for item in items:
             if self._is_wanted(item):
-                with anyio.CancelScope() as scope:
-                    await self._call_handler([item], scope)
+                async with Contained():
+                    with anyio.CancelScope() as scope:
+                        await self._call_handler([item], scope)
 
     def _is_wanted(self, item: _Item) -> bool:
         """Whether a call may begin for this job."""

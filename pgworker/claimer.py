@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 from uuid import UUID, uuid4
@@ -172,6 +172,8 @@ class Claimer:
     surveys: Surveys
     runner: str
     weights: tuple[int, int] = (4, 1)
+    is_stopping: Callable[[], bool] = lambda: False
+    """Whether nothing more shall be claimed: a round then ends with the statement that is under way."""
     rounds: int = 0
     appetite: Appetite = field(default_factory=Appetite)
     _lanes: Lanes = field(default_factory=Lanes)
@@ -207,7 +209,7 @@ class Claimer:
             self._lanes.poke()
         sent_at = time.monotonic()  # after the survey, which may have waited for a connection: that is no lease's time
         claims = await self._claim(preferred, limit)
-        if len(claims) < limit and not looked:
+        if len(claims) < limit and not looked and not self.is_stopping():
             looked, claims = await self._look_for_more(preferred, limit, claims)
         paused = self._lanes.paused and not claims
         due_in = self._due_in(blind=len(claims) < limit and not looked)
@@ -266,7 +268,7 @@ class Claimer:
         try:
             for lane, after in self._lanes.in_turn(preferred):
                 for fair in self._ways(preferred):
-                    if len(taken) < limit:
+                    if len(taken) < limit and not self.is_stopping():
                         taken += await self._claim_from(lane, after, limit - len(taken), fair=fair)
         except (psycopg.Error, TimeoutError) as error:
             if not taken:

@@ -140,6 +140,11 @@ class Failed:
     error_class: str | None = None
     permanent: bool = False
 
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether the call was cancelled, and not by us."""
+        return self.error_class == "CancelledError"
+
 
 @dataclass(frozen=True, slots=True)
 class Released:

@@ -39,7 +39,9 @@ class Runner:
         self.wake = Wake()
         self._queue = queue
         self._shared = shared
-        self._claimer = Claimer(queue, shared.database, shared.surveys, shared.name, kind.policy.weights)
+        self._claimer = Claimer(
+            queue, shared.database, shared.surveys, shared.name, kind.policy.weights, self._is_stopping
+        )
         self._pauses = Pauses(kind.name, shared, tell=self._note, give_up_at=self._give_up_at)
         self._tally = Tally(kind.name)
         self._running = False
@@ -72,6 +74,9 @@ class Runner:
             self.release()
         else:
             self.drain()
+
+    def _is_stopping(self) -> bool:
+        return self._stopping.is_set()
 
     # --- run --------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import anyio.abc
 
 from pgworker.attempt import Attempt, Tools
 from pgworker.events import RunnerTrouble
-from pgworker.executors.guest import is_stopping
+from pgworker.executors.guest import Contained, is_stopping
 from pgworker.executors.results import raised
 from pgworker.leases import Held
 from pgworker.outcome import HANDLER_PANIC
@@ -55,6 +55,8 @@ class Slots:
         """The task that has not waited for anything yet, in the loop's present turn."""
         self._turn_is_due = False
         self._burst = 1
+        self._each_alone = False
+        """Whether no call follows another in one task: what one has left behind has cancelled another."""
 
     # --- what is asked of it ----------------------------------------------------------------------------------------
 
@@ -153,19 +155,21 @@ class Slots:
         self._rouse()
         context = contextvars.copy_context()
         until = time.monotonic() + _STRETCH_SECONDS
+        is_first = True
         attempt: Attempt | None = None
         try:
-            with anyio.CancelScope() as scope:
-                while (attempt := self._begin()) is not None:
-                    await attempt.call(scope)
-                    if not attempt.hand_over(partial(self._end, attempt)):
-                        break
-                    self._calling.discard(attempt)
-                    attempt = None
-                    if self._leader is not me or scope.cancel_called:
-                        break
-                    if time.monotonic() >= until or not _is_as_it_was(context):
-                        break
+            async with Contained():
+                with anyio.CancelScope() as scope:
+                    while (attempt := self._begin()) is not None:
+                        await attempt.call(scope)
+                        if not is_first and attempt.excuse():
+                            self._each_alone = True  # so that no job is excused again and again
+                        if not attempt.hand_over(partial(self._end, attempt)):
+                            break
+                        self._calling.discard(attempt)
+                        attempt, is_first = None, False
+                        if scope.cancel_called or not self._may_go_on(me, until, context):
+                            break
             if attempt is not None:
                 await attempt.call_again()
                 self._calling.discard(attempt)
@@ -183,6 +187,11 @@ class Slots:
                 self._tools.leases.drop(attempt.held)
                 self._end(attempt)
             self._rouse()
+
+    def _may_go_on(self, me: object, until: float, context: contextvars.Context) -> bool:
+        """Whether one more call may begin in the same task."""
+        has_not_waited = self._leader is me
+        return has_not_waited and not self._each_alone and time.monotonic() < until and _is_as_it_was(context)
 
     def _begin(self) -> Attempt | None:
         """A call of as many jobs as it takes, if there is a slot; those whose lease has run too low are given back."""

@@ -27,13 +27,21 @@ class Backlog:
 
     def __init__(self, size: int = 10) -> None:
         self.size = size
+        self.lanes = [LANE]
         self.error: Exception | None = None
         self.has_jobs = True
         self.asked: list[int] = []
+        self.surveyed = 0
+        self.stops_after: int | None = None
+        """After so many statements the worker is told to stop."""
+
+    def is_stopping(self) -> bool:
+        return self.stops_after is not None and self.surveyed + len(self.asked) >= self.stops_after
 
     async def run(self, statement: Any, *, within: float = 0) -> Any:
         if statement.name == "survey_lanes":
-            return [Due(LANE, -1.0, paused=False)]
+            self.surveyed += 1
+            return [Due(lane, -1.0, paused=False) for lane in self.lanes]
         limit = statement.parameters["limit"]
         self.asked.append(limit)
         if self.error is not None:
@@ -48,7 +56,8 @@ class Backlog:
 
     def claimer(self) -> Claimer:
         database = cast("Any", self)
-        return Claimer(JobsTable(TableMap(), untyped("work")), database, Surveys(database), "me")
+        queue = JobsTable(TableMap(), untyped("work"))
+        return Claimer(queue, database, Surveys(database), "me", is_stopping=self.is_stopping)
 
 
 async def rounds(claimer: Claimer, count: int, limit: int = 1000) -> list[int]:
@@ -124,3 +133,14 @@ async def test_no_other_error_makes_a_claim_smaller(error: Exception) -> None:
     backlog.error = error
     await rounds(backlog.claimer(), 3, limit=100)
     assert backlog.asked == [100, 100, 100]
+
+
+@pytest.mark.parametrize("statements", [1, 2, 3, 4, 5, 6])
+async def test_a_round_sends_nothing_more_once_the_worker_stops(statements: int) -> None:
+    """Each statement may take its whole deadline: one after another would outlast the time that a stop has."""
+    backlog = Backlog()
+    backlog.lanes = [LANE, Lane("work", 0, 1)]
+    backlog.has_jobs = False
+    backlog.stops_after = statements
+    await rounds(backlog.claimer(), 2)  # each a survey and two claims; the second is not due, and surveys as it got none
+    assert backlog.surveyed + len(backlog.asked) == statements
