@@ -142,5 +142,5 @@ async def test_a_round_sends_nothing_more_once_the_worker_stops(statements: int)
     backlog.lanes = [LANE, Lane("work", 0, 1)]
     backlog.has_jobs = False
     backlog.stops_after = statements
-    await rounds(backlog.claimer(), 2)  # each a survey and two claims; the second is not due, and surveys as it got none
+    await rounds(backlog.claimer(), 2)  # each of a survey and two claims
     assert backlog.surveyed + len(backlog.asked) == statements
