@@ -7,34 +7,36 @@
 create sequence {schema}.job_ids as bigint;
 
 create table {schema}.jobs (
+    -- What a claim and a finish change lies together, between what they leave alone: of an update, only the bytes from the first
+    -- change to the last are written to the WAL.
     id                  bigint      not null default pg_catalog.nextval('{schema}.job_ids'),
     ready_at            timestamptz not null default pg_catalog.clock_timestamp(),
-    lease_expires_at    timestamptz,
-    not_before          timestamptz,                             -- until then a superseded run may go on, and its kind waits for it
-    lease_seconds       double precision,                        -- for which the last claim asked
-    lease_epoch         bigint      not null default 0,          -- rises with each claim, never otherwise
     created_at          timestamptz not null default pg_catalog.clock_timestamp(),
-    finished_at         timestamptz,
-    cancel_requested_at timestamptz,
-    token               uuid,                                    -- of the claim that holds the lease
     generation          integer     not null default 1,          -- 1 = as inserted, +1 with each replacement
     attempts            integer     not null default 0,          -- judged failures
     max_attempts        integer,                                 -- null = as the worker's kind says
-    evictions           integer     not null default 0,          -- leases that ran out since the last judged outcome
     version             smallint    not null default 1,          -- of the payload's shape
     class               smallint    not null default 0,          -- 0 fresh, 1 catch_up
     priority            smallint    not null default 0,          -- smaller runs first
-    has_result          boolean     not null default false,      -- it ended with a value, kept in results for the kind's time
     event               boolean     not null default false,      -- enqueued without a key: once it has ended nobody asks for it by name
+    lease_seconds       double precision,                        -- for which the last claim asked
+    lease_epoch         bigint      not null default 0,          -- rises with each claim, never otherwise
+    lease_expires_at    timestamptz,
+    not_before          timestamptz,                             -- until then a superseded run may go on, and its kind waits for it
+    finished_at         timestamptz,
+    cancel_requested_at timestamptz,
+    token               uuid,                                    -- of the claim that holds the lease
+    evictions           integer     not null default 0,          -- leases that ran out since the last judged outcome
+    has_result          boolean     not null default false,      -- it ended with a value, kept in results for the kind's time
     state               text        not null default 'pending',
+    runner              text,
+    last_code           text,                                    -- of the last run without a success
+    last_error          text,                                    -- class of the exception behind it, never its text
     -- Collation "C": keys and revisions are compared byte by byte, and no update of the C library can damage an index.
     kind                text collate "C" not null,
     key                 text collate "C" not null,
     revision            text collate "C" not null default '',    -- '' = none given
     tenant              text collate "C",                        -- '' = none given, null = of a kind that is not fair
-    runner              text,
-    last_code           text,                                    -- of the last run without a success
-    last_error          text,                                    -- class of the exception behind it, never its text
     payload             jsonb,
     -- What tells rows apart goes first: with kind in front, a plan that takes the table for empty prefers either index
     -- for the other's lookups, and then reads every row of the kind. ON CONFLICT (kind, key) finds its own all the same.

@@ -106,19 +106,24 @@ def _pause_after_conflict(tried: int) -> float:
 
 
 def _parameters(statement: Statement[T]) -> Mapping[str, object]:
-    """A statement's parameters, long lists of texts as literals: psycopg's own take 1.4 us an item, in Python."""
-    if not statement.texts:
+    """A statement's parameters, its long lists as literals: psycopg's own ones cost several times as much."""
+    if not statement.lists:
         return statement.parameters
     parameters = dict(statement.parameters)
-    for name in statement.texts:
-        parameters[name] = text_array(cast("Sequence[str]", parameters[name]))
+    for name in statement.lists:
+        parameters[name] = array_literal(cast("Sequence[str | int | None]", parameters[name]))
     return parameters
 
 
-def text_array(texts: Sequence[str]) -> str:
-    """The literal of an array of texts, none of which may hold a NUL: the database could not store it."""
+def array_literal(values: Sequence[str | int | None]) -> str:
+    """The literal of an array of numbers, or of texts, which hold no NUL: the database could not store it."""
+    if None in values:
+        return f"{{{','.join('NULL' if value is None else array_literal([value])[1:-1] for value in values)}}}"
+    texts = cast("Sequence[str]", [*map(str, values)])
+    if not values or isinstance(values[0], int):
+        return f"{{{','.join(texts)}}}"
     escaped = "\0".join(texts).replace("\\", "\\\\").replace('"', '\\"').replace("\0", '","')
-    return f'{{"{escaped}"}}' if texts else "{}"
+    return f'{{"{escaped}"}}'
 
 
 async def send(connection: AnyAsyncConnection, statement: Statement[T]) -> T:

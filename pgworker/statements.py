@@ -37,13 +37,13 @@ _EARLIEST = datetime(1, 1, 3, tzinfo=UTC)  # stands for all instants before it, 
 
 @dataclass(frozen=True, slots=True)
 class Statement(Generic[T]):
-    """One statement, ready to be sent: `read` turns its rows into what is wanted, `texts` names lists of many texts."""
+    """One statement, ready to be sent: `read` turns its rows into what is wanted, `lists` names long parameters."""
 
     name: str
     sql: bytes
     parameters: Parameters
     read: Callable[[Sequence[Row]], T]
-    texts: Sequence[str] = ()
+    lists: Sequence[str] = ()
 
 
 class Lane(NamedTuple):
@@ -126,10 +126,10 @@ def render(name: str, tables: TableMap) -> bytes:
 
 
 def statement(
-    name: str, tables: TableMap, parameters: Parameters, read: Callable[[Sequence[Row]], T], texts: Sequence[str] = ()
+    name: str, tables: TableMap, parameters: Parameters, read: Callable[[Sequence[Row]], T], lists: Sequence[str] = ()
 ) -> Statement[T]:
     """The statement of queries/<name>.sql for these tables."""
-    return Statement(name, render(name, tables), parameters, read, texts)
+    return Statement(name, render(name, tables), parameters, read, lists)
 
 
 def after_ready(cursor: Cursor) -> datetime | str:
@@ -205,7 +205,7 @@ def insert_jobs(
             "revisions": _unless([job.revision for job in jobs], ""),
         },
         lambda rows: {row[0]: Put(*row[1:]) for row in cast("Sequence[tuple[Any, ...]]", rows)},
-        texts=("keys", "revisions", "payloads"),
+        lists=("keys", "revisions", "payloads"),
     )
 
 
@@ -215,7 +215,7 @@ def insert_events(tables: TableMap, kind: str, events: Sequence[Insert], *, vers
     When the answer is lost, insert_missing_events may be sent in its place.
     """
     parameters = {"kind": kind, **_columns(events), "version": version}
-    return statement("insert_events", tables, parameters, _read_created(events), texts=("keys", "payloads"))
+    return statement("insert_events", tables, parameters, _read_created(events), lists=("keys", "payloads"))
 
 
 def insert_missing_events(
@@ -223,7 +223,7 @@ def insert_missing_events(
 ) -> Statement[dict[str, Put]]:
     """As insert_events, with facts; those that are there are left as they are, and answered as created, too."""
     parameters = {"kind": kind, **_columns(events), "version": version, "facts": facts}
-    return statement("insert_missing_events", tables, parameters, _read_created(events), texts=("keys", "payloads"))
+    return statement("insert_missing_events", tables, parameters, _read_created(events), lists=("keys", "payloads"))
 
 
 def _read_created(events: Sequence[Insert]) -> Callable[[Sequence[Row]], dict[str, Put]]:
@@ -302,7 +302,8 @@ def finish_jobs(
         "results": [success.value for _, success in finished],
         "facts": facts,
     }
-    return statement("finish_jobs", tables, parameters, read_answers)
+    lists = ("ids", "keys", "revisions", "generations", "results")
+    return statement("finish_jobs", tables, parameters, read_answers, lists)
 
 
 def settle_jobs(

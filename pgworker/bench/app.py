@@ -32,7 +32,7 @@ IN_FLIGHT: Final = 10_000
 CONCURRENCY: Final = 500
 """Of the no-op kind: the best of a sweep, as the peers have theirs."""
 
-PREFETCH: Final = 500
+PREFETCH: Final = 1_000
 """Of the no-op kind: the next jobs are claimed while the last ones are written."""
 
 PAYLOAD: Final = "x" * 30

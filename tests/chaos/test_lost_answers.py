@@ -20,7 +20,7 @@ from tests.databases import TABLES
 from tests.handles import Recorder, result, row, running
 
 CLAIM = "lease_epoch = j.lease_epoch + 1"
-FINISH = "has_result = case"
+FINISH = "has_result = ((select valued"
 SETTLE = "ready_at = case when decided"
 INSERT = "on conflict (kind, key) do update"
 

@@ -56,6 +56,18 @@ def test_a_write_changes_its_own_row_only(hand: Hand, admin: Admin, write: Write
     assert everything(admin, but=("work", "mine")) == others
 
 
+@pytest.mark.parametrize("write", [finish, settle])
+def test_a_row_that_waits_again_is_the_only_one_that_does(hand: Hand, admin: Admin, write: Write) -> None:
+    hand.enqueue("mine", payload=1)
+    (claim,) = hand.claim()
+    hand.enqueue("mine", payload=2)  # without a revision: the run goes on, and its outcome is the old payload's
+    copy_of(admin, "mine", kind="copy")
+    others = everything(admin, but=("work", "mine"))
+    assert write(hand, [claim]) == {claim.id: "done"}
+    assert (row(admin, "mine")["state"], row(admin, "mine")["token"]) == ("pending", None)
+    assert everything(admin, but=("work", "mine")) == others
+
+
 @pytest.mark.parametrize("write", [finish, settle, renew, look])
 def test_a_row_that_differs_in_its_kind_alone_is_another(hand: Hand, admin: Admin, write: Write) -> None:
     hand.enqueue("mine", "r")
