@@ -32,10 +32,10 @@ from pgworker.tablemap import TableMap
 
 _log = logging.getLogger("pgworker")
 
-PRUNE_EVERY = timedelta(minutes=1)
+PRUNE_EVERY = timedelta(minutes=2)
 _PAGE = 1_000  # rows looked at by one statement, however much there is to do
 _SHARE = 0.04  # of the time, at most, that a process spends on this
-_PASSES_ON = 60  # from where the last one ended; then one from the beginning, for rows that somebody held
+_PASSES_ON = 30  # from where the last one ended; then one from the beginning, for rows that somebody held
 
 
 class Pruned(NamedTuple):
@@ -149,7 +149,7 @@ def _result_shelves(kind: Kind) -> list[Shelf]:
 
 
 async def prune_forever(tables: TableMap, kinds: Sequence[Kind], database: Database) -> None:
-    """Once a minute, let go of what is old, slowly; errors are logged and outwaited."""
+    """Every other minute, let go of what is old, slowly; errors are logged and outwaited."""
     retention = Retention(tables, kinds)
 
     async def run(statement: Statement[Any]) -> Any:  # noqa: ANN401 - as Flow has it

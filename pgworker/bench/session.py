@@ -35,7 +35,7 @@ class Sizes:
     sustained_rate: int = 4_000
     sustained_seconds: float = 60
     window_seconds: float = 10
-    idle_seconds: float = 10
+    idle_seconds: float = 20
     in_flight: int = 10_000
     tenanted: int = 200_000
     fair_claims: int = 100
@@ -68,7 +68,7 @@ QUICK: Final = Sizes(
     sustained_rate=500,
     sustained_seconds=4,
     window_seconds=2,
-    idle_seconds=2,
+    idle_seconds=0.5,
     in_flight=1_000,
     tenanted=5_000,
     fair_claims=10,

@@ -29,9 +29,9 @@ def prune(
 ) -> None:
     """Delete what has been kept for its time.
 
-    Workers do that by themselves, a little every minute; this does all of it at once, in short statements, but for
-    kinds that a worker is at just then. Events that have ended are deleted with their results, keyed jobs lose payload
-    and result, results go that are past their own time, and so do facts.
+    Workers do that by themselves, a little every other minute; this does all of it at once, in short statements, but
+    for kinds that a worker is at just then. Events that have ended are deleted with their results, keyed jobs lose
+    payload and result, results go that are past their own time, and so do facts.
     """
     from pgworker import schema as migrations
     from pgworker.cli.database import app_settings, connected
