@@ -164,6 +164,8 @@ def fill(admin: Admin, ready: int, *, ended: int = 0, future: int = 0, prioritie
 
 
 def without_autovacuum(admin: Admin) -> None:
+    """Keep the tables as a test makes them, from nothing on: the dead rows of earlier tests would be read, too."""
+    admin.execute("truncate pgworker.jobs")
     found = admin.execute(
         "select oid::regclass::text from pg_class"
         " where relnamespace = 'pgworker'::regnamespace and relkind = 'r' and relname like 'jobs%'"
