@@ -58,7 +58,7 @@ contract: $(VENV)/.dev ## Which promises of tests/contract/promises.toml are kep
 mutants: $(VENV)/.dev ## Change each term of each statement, each row of each table: a test must fail; ONLY=claim_jobs takes one
 	@$(BIN)/python -m tests.mutants $(if $(ONLY),--only "$(ONLY)")
 
-bench: $(VENV)/.dev ## P1 to P12 beside their floors, on a Postgres of its own: about an hour; ONLY="P1 P4" takes some
+bench: $(VENV)/.dev ## P1 to P12 beside their floors, on a Postgres of its own: twenty minutes; ONLY="P1 P4" takes some
 	@$(BIN)/python -m benchmarks --full $(ONLY)
 
 bench-quick: $(VENV)/.dev ## The same, tiny: shows what is broken, measures nothing, under a minute

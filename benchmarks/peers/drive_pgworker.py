@@ -11,6 +11,7 @@ from pgworker.schema import migrate
 from pgworker.tablemap import TableMap
 
 _CONCURRENCY = 500
+_PREFETCH = 1_000
 
 
 class PgWorker:
@@ -19,7 +20,7 @@ class PgWorker:
     def __init__(self, dsn: str) -> None:
         self._app = App(dsn)
 
-        @self._app.kind("noop", concurrency=_CONCURRENCY)
+        @self._app.kind("noop", concurrency=_CONCURRENCY, prefetch=_PREFETCH, facts="exceptional")
         async def noop(job: Job[str]) -> None:
             note_noop()
 
