@@ -518,6 +518,7 @@ async def test_a_look_that_fails_is_made_again(app: App, hand: Hand, admin: psyc
 async def test_a_control_hint_for_one_kind_looks_at_its_leases_only(
     app: App, hand: Hand, admin: psycopg.Connection, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pgworker.leases._LOOK_EVERY_SECONDS", 60.0)  # no look comes by itself, however slow this is
     deaf, looks, handlers = Deaf(monkeypatch), Looks(monkeypatch), Handlers()
     work_kind(app, handlers, "covering")
 
