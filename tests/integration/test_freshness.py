@@ -36,18 +36,17 @@ async def test_a_fresh_job_waits_for_no_more_of_the_backlog_than_a_round(app: Ap
 
     seen = Recorder(app)
     await catch_up(app, 400)
-    async with running(app.worker()):
+    async with running(app.worker()) as worker:
         await seen.count(JobSettled, 5)
         for number in range(20):
             await app.enqueue("work", key=f"new{number}")
+            worker._runners[0].wake.set()  # as the hint does, which may be late on a busy machine
             committed_after = len(started)
             await seen.wait(lambda key=f"new{number}": key in started)  # type: ignore[misc]
             passed_by.append(started.index(f"new{number}") - committed_after)
         assert len(started) < 420, "the backlog was at an end too soon to prove anything"
     # both calls that end, and the turn of catch-up work for each
-    assert sorted(passed_by)[-3] <= 4, passed_by
-    # on a busy machine a hint may be late; then the next survey finds the job, 50 ms later at most
-    assert max(passed_by) <= 4 + 2 * 10, passed_by
+    assert max(passed_by) <= 4
 
 
 def percentile(values: list[float], share: int) -> float:
