@@ -11,15 +11,15 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import psycopg
 
 from pgworker import NewJob
-from pgworker.client import put_jobs
+from pgworker.client import Done, make_order, put_orders
 from pgworker.db import drive_sync
-from pgworker.job import Claim, Enqueued
+from pgworker.job import Claim
 from pgworker.outcome import Settlement, Success
 from pgworker.statements import (
     BEGINNING,
@@ -169,12 +169,10 @@ class Stress:
 
     def _enqueue(self, mine: Hand, jobs: Sequence[NewJob], *, keep: bool) -> list[tuple[str, str]]:
         """As an application does; returns transaction and key of what was written."""
-        flow = put_jobs(mine.tables, untyped(mine.kind), jobs, if_pending="keep" if keep else "replace")
-        put = drive_sync(flow, mine.send)
-        last = {enqueued.key: enqueued for enqueued in put.enqueued}
-        for enqueued in last.values():
-            self.book.counts[enqueued.status] += 1
-        return [(put.transaction or "", key) for key, enqueued in last.items() if _has_written(enqueued)]
+        order = make_order(untyped(mine.kind), jobs, if_pending="keep" if keep else "replace")
+        done = Done()
+        drive_sync(put_orders(mine.tables, [order], done), mine.send)
+        return self._written(done.puts)
 
     def _enqueue_raw(self, mine: Hand, jobs: Sequence[NewJob], *, keep: bool) -> list[tuple[str, str]]:
         """The statement itself, with the duplicates that an application's call would have collapsed."""
@@ -182,12 +180,15 @@ class Stress:
         missing = [insert(job) for job in jobs]
         while missing:
             puts: dict[str, Put] = mine.send(insert_jobs(mine.tables, mine.kind, missing, version=1, keep=keep))
-            for put in puts.values():
-                self.book.counts[put.status] += 1
-            written += [(put.transaction, key) for key, put in puts.items() if put.transaction]
+            written += self._written(puts)
             missing = [row for row in missing if row.key not in puts]
             self.book.counts["sent again"] += len(missing)
         return written
+
+    def _written(self, puts: Mapping[str, Put]) -> list[tuple[str, str]]:
+        """Each with a transaction of its own: a key that was sent again was put by another."""
+        self.book.counts.update(put.status for put in puts.values())
+        return [(put.transaction, key) for key, put in puts.items() if put.transaction]
 
     def _sent(self, written: Sequence[tuple[str, str]]) -> None:
         self.book.puts += written
@@ -382,7 +383,3 @@ class Stress:
 def _deadlocks(admin: Admin) -> int:
     found: Any = admin.execute("select deadlocks from pg_stat_database where datname = current_database()").fetchone()
     return int(found[0])
-
-
-def _has_written(enqueued: Enqueued) -> bool:
-    return enqueued.status not in {"unchanged", "kept"}
