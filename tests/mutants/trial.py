@@ -94,7 +94,7 @@ class Bench:
             wanted = {"mutants": ids, "tests": {seen.test: seen.seconds for seen in tests}, "killers": killers}
             batch.write_text(json.dumps(wanted), encoding="utf-8")
             log = Path(name) / "log"
-            options = ["-p", "no:xdist", f"--timeout={_TEST_TIMEOUT}", "-o", "faulthandler_timeout=0"]
+            options = ["-p", "no:xdist", f"--timeout={_TEST_TIMEOUT}"]
             with log.open("w") as out:
                 subprocess.run(
                     command([*options, *files_of(tests)]),
