@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import anyio
 
 from pgworker.applier import Applier
+from pgworker.deadlines import Deadlines
 from pgworker.ending import Ending
 from pgworker.errors import PayloadError
 from pgworker.events import Event, JobLost
@@ -68,7 +69,7 @@ class _Item:
     def begin_anew(self) -> None:
         """Forget the result, and that a deadline passed."""
         self.result = None
-        object.__setattr__(self.job, "signal", Signal())
+        self.job.signal = Signal()
         if self.stopped is not None:  # looked at after the exchange: a stop that came before it set the old signal
             self.job.signal.set(self.stopped)
 
@@ -77,6 +78,7 @@ class _Item:
 class Tools:
     """What a runner lends to each of its calls."""
 
+    loop: asyncio.AbstractEventLoop
     kind: Kind
     call: Next
     leases: LeaseKeeper
@@ -85,6 +87,7 @@ class Tools:
     pauses: Pauses
     paused: Callable[[], None]
     """Told when a job of this runner's has asked for a pause."""
+    deadlines: Deadlines
     tell: Callable[[Event], None]
 
 
@@ -95,11 +98,10 @@ class Attempt:
     outside of it. Never raises for anything that the handler does.
     """
 
-    __slots__ = ("_called", "_items", "_loop", "_releasing", "_scope", "_started", "_tools")
+    __slots__ = ("_called", "_items", "_releasing", "_scope", "_started", "_tools")
 
     def __init__(self, tools: Tools, held: Sequence[Held]) -> None:
         self._tools = tools
-        self._loop = asyncio.get_running_loop()
         self._scope: anyio.CancelScope | None = None
         self._releasing = False
         self._called: Sequence[_Item] = ()
@@ -126,7 +128,7 @@ class Attempt:
 
     def one_is_told(self) -> None:
         """One of the jobs shall stop; called from the lease keeper's threads."""
-        self._loop.call_soon_threadsafe(self._stop_if_none_is_left)
+        self._tools.loop.call_soon_threadsafe(self._stop_if_none_is_left)
 
     def _stop_if_none_is_left(self) -> None:
         """A call goes on as long as one of its jobs is still wanted."""
@@ -203,20 +205,15 @@ class Attempt:
         return not item.job.signal.is_set()
 
     async def _call_handler(self, items: Sequence[_Item], scope: anyio.CancelScope) -> None:
-        timeout = self._tools.kind.policy.timeout
-        started = time.monotonic()
         results: Sequence[Result] = ()
         self._called, self._scope = items, scope
-        if timeout is not None:
-            scope.deadline = anyio.current_time() + timeout.total_seconds()
+        self._tools.deadlines.begin(scope)
         try:
             results = await self._results([item.job for item in items])
         finally:
             self._scope = None
-            if timeout is not None:
-                scope.deadline = float("inf")
-                if time.monotonic() - started >= timeout.total_seconds():  # what came after the deadline does not count
-                    results = [Failed(HANDLER_TIMEOUT)] * len(items)
+            if self._tools.deadlines.end(scope):  # what came after the deadline does not count
+                results = [Failed(HANDLER_TIMEOUT)] * len(items)
             for item, result in zip(items, results, strict=False):
                 item.result = result
 
@@ -243,7 +240,7 @@ class Attempt:
         except BaseException as error:  # noqa: BLE001 - a type's own code may raise anything; memory may be short
             (item.result,) = raised(self._tools.kind, error, 1)
         else:
-            object.__setattr__(item.job, "payload", payload)
+            item.job.payload = payload
 
     # --- finish -----------------------------------------------------------------------------------------------------
 
@@ -301,18 +298,18 @@ class Attempt:
 
 
 def _job(claim: Claim) -> Job[object]:
-    return Job(
-        kind=claim.kind,
-        key=claim.key,
-        revision=claim.revision or None,
-        payload=None,
-        attempts=claim.attempts,
-        evictions=claim.evictions,
-        generation=claim.generation,
-        lease_epoch=claim.lease_epoch,
-        ready_at=claim.ready_at,
-        token=claim.token,
-        signal=Signal(),
+    return Job(  # in the order of its fields: their names would double the time it takes
+        claim.kind,
+        claim.key,
+        claim.revision or None,
+        None,
+        claim.attempts,
+        claim.evictions,
+        claim.generation,
+        claim.lease_epoch,
+        claim.ready_at,
+        claim.token,
+        Signal(),
     )
 
 

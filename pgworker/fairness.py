@@ -68,7 +68,7 @@ def _read_shares(rows: Sequence[Row]) -> Shares:
     by_tenant: defaultdict[int, list[Claim]] = defaultdict(list)
     for _, place, *columns in cast("Sequence[tuple[Any, ...]]", rows):
         if place is not None:
-            by_tenant[place].append(Claim(*columns))
+            by_tenant[place].append(Claim._make(columns))
     turns: list[tuple[int, int, Claim]] = []
     for place, claims in by_tenant.items():
         in_order = sorted(claims, key=lambda claim: (claim.ready_at, claim.id))

@@ -20,7 +20,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 from uuid import UUID
 
 P = TypeVar("P")
@@ -93,8 +93,7 @@ class Enqueued:
         return self.status == "created"
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """One claimed row: the fence (id, key, revision, token), and what the run needs to know."""
 
     kind: str
@@ -148,7 +147,7 @@ class Signal:
         return self.is_set() or event.wait(timeout_seconds)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Job(Generic[P]):
     """What a handler gets: the typed payload and the identity of the work.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from types import NoneType
-from typing import Literal, TypeAlias, assert_never, cast
+from typing import Literal, NamedTuple, TypeAlias, assert_never, cast
 
 from pgworker.errors import ConfigError
 from pgworker.retry import Backoff
@@ -132,6 +132,9 @@ class Returned:
     itself: object = None
 
 
+NOTHING = Returned(None)
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
     """The run ended without a value: a code, and the class name of the exception if there was one."""
@@ -188,10 +191,10 @@ class Settlement:
 
 
 Decision: TypeAlias = Success | Settlement
+_NO_VALUE = Success(None)
 
 
-@dataclass(frozen=True, slots=True)
-class Rules:
+class Rules(NamedTuple):
     """What `decide` must know of the job: judged failures before this run, their limit, and the kind's backoff."""
 
     attempts: int
@@ -203,7 +206,7 @@ def decide(result: Result, rules: Rules, *, chance: float) -> Decision:
     """What the table shall say after this run; `chance`, uniform in [0, 1), is the backoff's jitter."""
     match result:
         case Returned(value, _):
-            return Success(value)
+            return _NO_VALUE if value is None else Success(value)
         case Failed(code, error_class, permanent):
             if permanent:
                 return Settlement("failed", code, counts=True, error_class=error_class)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import anyio
 import psycopg
@@ -11,6 +13,7 @@ import psycopg
 from pgworker.applier import Applier
 from pgworker.attempt import Tools
 from pgworker.claimer import Claimer, ClaimRefused, Taken
+from pgworker.deadlines import Deadlines
 from pgworker.errors import AlreadyRunning
 from pgworker.events import Event, JobSettled, RunnerTrouble
 from pgworker.executors import Executor
@@ -117,6 +120,7 @@ class Runner:
             give_up_at=self._give_up_at,
         )
         tools = Tools(
+            loop=asyncio.get_running_loop(),
             kind=self.kind,
             call=self._compose(),
             leases=self._shared.leases,
@@ -124,6 +128,7 @@ class Runner:
             applier=Applier(self.kind, self._queue, self._shared, finisher=finisher, tell=self._note),
             pauses=self._pauses,
             paused=self._give_buffered_back,
+            deadlines=Deadlines(self.kind.policy.timeout),
             tell=self._note,
         )
         async with anyio.create_task_group() as helpers:
@@ -137,9 +142,7 @@ class Runner:
     def _compose(self) -> Next:
         executor: Executor = InlineExecutor() if self.kind.is_async else ThreadExecutor(self.kind.policy.concurrency)
 
-        async def call(jobs: Sequence[Job[object]]) -> Sequence[Result]:
-            return await executor.execute(self.kind, jobs)
-
+        call = partial(executor.execute, self.kind)
         if not self._shared.middleware:
             return call  # executors contain what handlers do
         composed = compose(self.kind.name, self._shared.middleware, call)

@@ -43,7 +43,6 @@ class Slots:
         self._prefetch = policy.prefetch
         self._enough = max(1, self._concurrency * self._size // 4, self._prefetch // 2)
         self._half_lease = policy.lease.ttl.total_seconds() / 2 if self._prefetch else 0.0
-        self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()
         self._buffer: deque[Held] = deque()
         self._calls: set[Attempt] = set()
@@ -137,7 +136,9 @@ class Slots:
         """Have tasks begin in the loop's next turn, if there is anything to do for them."""
         if not self._turn_is_due:
             self._turn_is_due = True
-            self._loop.call_soon(self._turn, context=self._context)  # no task inherits what another's handler has set
+            self._tools.loop.call_soon(
+                self._turn, context=self._context
+            )  # no task inherits what another's handler has set
 
     def _turn(self) -> None:
         """The loop has its turn: whoever has begun a call before is waiting in it. Twice as many begin each time."""

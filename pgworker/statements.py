@@ -142,6 +142,11 @@ def read_rows(of: Callable[..., T]) -> Callable[[Sequence[Row]], list[T]]:
     return lambda rows: [of(*row) for row in rows]
 
 
+def read_claims(rows: Sequence[Row]) -> list[Claim]:
+    """The reader of a claim's rows, in their order."""
+    return [*map(Claim._make, rows)]
+
+
 def due(kind: object, urgency: object, priority: object, due_in_seconds: object, paused: object, *first: object) -> Due:
     """One row of a survey; that of an app's own table does not say where the first free row is."""
     lane = Lane(cast("str", kind), cast("int", urgency), cast("int", priority))
@@ -286,8 +291,7 @@ def claim_jobs(
             "after_id": after[1],
             "facts": facts,
         },
-        # UPDATE ... RETURNING has no order of its own
-        lambda rows: sorted(read_rows(Claim)(rows), key=lambda claim: (claim.ready_at, claim.id)),
+        read_claims,
     )
 
 
@@ -302,7 +306,7 @@ def finish_jobs(
         "results": [success.value for _, success in finished],
         "facts": facts,
     }
-    lists = ("ids", "keys", "revisions", "generations", "results")
+    lists = ("ids", "keys", "revisions", "tokens", "generations", "results")
     return statement("finish_jobs", tables, parameters, read_answers, lists)
 
 

@@ -26,6 +26,7 @@ from pgworker.statements import (
     due,
     fence_of,
     read_answers,
+    read_claims,
     read_page,
     read_renewals,
     read_rows,
@@ -160,8 +161,7 @@ def claim_rows(
 
 
 def _read_claims(kind: str) -> Callable[[Sequence[Row]], list[Claim]]:
-    read = read_rows(Claim)
-    return lambda rows: read([(kind, next(_ids), *row) for row in rows])
+    return lambda rows: read_claims([(kind, next(_ids), *row) for row in rows])
 
 
 def finish_rows(table: OwnTable, finished: Sequence[tuple[Claim, Success]]) -> Statement[dict[int, Answer]]:

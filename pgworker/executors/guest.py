@@ -21,19 +21,32 @@ class Contained:
 
     A library's stray `task.cancel()` would else strike at the next await, which is the runner's, and take the task
     group of all its calls along. Passes every exception on; a CancelledError is the code's own doing unless
-    `is_stopping()`.
+    `is_stopping()`. To be made in the task that it is for; `loop`, if it is known, saves a system call.
     """
 
     __slots__ = ("_before", "_task")
 
-    async def __aenter__(self) -> None:
-        self._task = cast("asyncio.Task[object]", asyncio.current_task())
+    def __init__(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._task = cast("asyncio.Task[object]", asyncio.current_task(loop))
         self._before = self._task.cancelling()
+
+    async def __aenter__(self) -> None:
+        pass
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._task.cancelling() <= self._before or is_stopping():
+        if self.is_struck:
+            await self.mend()
+
+    @property
+    def is_struck(self) -> bool:
+        """Whether the code has cancelled its task; for those to whom `async with` is too slow, with `mend`."""
+        return self._task.cancelling() > self._before
+
+    async def mend(self) -> None:
+        """Take those cancellations back, unless something else says stop."""
+        if is_stopping():
             return
         while self._task.cancelling() > self._before:
             self._task.uncancel()

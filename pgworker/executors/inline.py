@@ -16,12 +16,19 @@ from pgworker.outcome import Released, Result
 class InlineExecutor:
     """Awaits the handler here. Cancelling cancels the handler; one that goes on regardless keeps its slot."""
 
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+
     async def execute(self, kind: Kind, jobs: Sequence[Job[object]]) -> Sequence[Result]:
         """See Executor."""
         assert kind.handler is not None  # noqa: S101 - the runner refuses kinds without one
+        contained = Contained(self._loop)
         try:
-            async with Contained():
+            try:
                 answer = await kind.handler(list(jobs) if kind.batch else jobs[0])
+            finally:
+                if contained.is_struck:
+                    await contained.mend()
             return returned(kind, answer, len(jobs))
         except asyncio.CancelledError as error:
             if is_stopping():

@@ -15,6 +15,7 @@ from pgworker.outcome import (
     HANDLER_FAILED,
     HANDLER_PANIC,
     HANDLER_RESULT_COUNT,
+    NOTHING,
     RESULT_REJECTED,
     Cancel,
     Failed,
@@ -39,7 +40,7 @@ def returned(kind: Kind, answer: object, count: int) -> Sequence[Result]:
     if isinstance(answer, _INSTRUCTIONS):
         return [answer] * count
     if answer is None and kind.returns_nothing:
-        return [Returned(None, None)] * count
+        return [NOTHING] * count
     answers = cast("Sequence[object]", answer)
     if not isinstance(answer, (list, tuple)) or len(answers) != count:
         what = f"{len(answers)} outcomes" if isinstance(answer, (list, tuple)) else f"a {type(answer).__name__}"
@@ -55,7 +56,7 @@ def _one(kind: Kind, answer: object) -> Result:
     if isinstance(answer, _INSTRUCTIONS):
         return answer
     if answer is None:
-        return Returned(None, None)
+        return NOTHING
     try:
         return Returned(_codec(kind, answer).encode(answer), answer)
     except PayloadError as error:

@@ -307,7 +307,7 @@ async def queue_invalid_claim(stage: Stage) -> None:
     async def work(job: Job[int]) -> None: ...
 
     await stage.app.enqueue("work", 1)
-    stage.lie(lambda claims: [replace(claim, attempts=-1) for claim in claims])
+    stage.lie(lambda claims: [claim._replace(attempts=-1) for claim in claims])
     await stage.play(stage.settled())
     assert stage.codes == [None]
 
@@ -430,7 +430,7 @@ def test_the_list_is_closed() -> None:
 
 
 def blank(**parts: Any) -> Callable[[Sequence[Claim]], list[Claim]]:
-    return lambda claims: [replace(claims[0], **parts), *claims[1:]]
+    return lambda claims: [claims[0]._replace(**parts), *claims[1:]]
 
 
 LIES: dict[str, tuple[Callable[[Sequence[Claim]], list[Claim]], str]] = {
@@ -486,7 +486,7 @@ async def test_an_impossible_claim_that_cannot_be_released_comes_back_with_its_l
     @app.kind("work", poll=0.1)
     async def work(job: Job[int]) -> None: ...
 
-    lie(lambda claims: [replace(claim, attempts=-1) for claim in claims])
+    lie(lambda claims: [claim._replace(attempts=-1) for claim in claims])
     trouble.failing = {"settle_jobs": 1}
     seen = Recorder(app)
     await app.enqueue("work", 1, key="k")

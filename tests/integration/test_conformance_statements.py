@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from typing import Any, TypeAlias
 from uuid import uuid4
@@ -184,15 +183,15 @@ Break: TypeAlias = Callable[[Adapter, Admin, Claim], Claim]
 
 
 def other_key(adapter: Adapter, admin: Admin, claim: Claim) -> Claim:
-    return replace(claim, key=adapter.key(2))
+    return claim._replace(key=adapter.key(2))
 
 
 def other_revision(adapter: Adapter, admin: Admin, claim: Claim) -> Claim:
-    return replace(claim, revision=adapter.revision(2))
+    return claim._replace(revision=adapter.revision(2))
 
 
 def other_token(adapter: Adapter, admin: Admin, claim: Claim) -> Claim:
-    return replace(claim, token=uuid4())
+    return claim._replace(token=uuid4())
 
 
 def no_longer_pending(adapter: Adapter, admin: Admin, claim: Claim) -> Claim:
@@ -420,9 +419,9 @@ def test_the_check_of_a_completion_tells_ours_from_lost(adapter: Adapter, admin:
 
     (claim, _) = claims
     assert [check(each) for each in claims] == [claim.generation] * 2
-    assert check(replace(claim, key=adapter.key(3))) is None
-    assert check(replace(claim, revision=adapter.revision(2))) is None
-    assert check(replace(claim, token=uuid4())) is None
+    assert check(claim._replace(key=adapter.key(3))) is None
+    assert check(claim._replace(revision=adapter.revision(2))) is None
+    assert check(claim._replace(token=uuid4())) is None
     adapter.end(admin, 2)
     assert check(claims[1]) is None
     adapter.age(admin, 16)

@@ -515,7 +515,7 @@ def test_keys_and_revisions_may_be_of_any_type(type_: str, messages: Adapter, ad
     admin.execute("update crawl.odd set l = null, t = null")
     (claim,) = claim_one(hand, queue)
     assert send_sync(hand.connection, queue.check(claim)) == claim.generation
-    lost = replace(claim, revision=KEY_TYPES[type_][1])
+    lost = claim._replace(revision=KEY_TYPES[type_][1])
     assert send_sync(hand.connection, queue.check(lost)) is None
 
 

@@ -72,7 +72,7 @@ def test_a_claim_begins_behind_its_cursor(hand: Hand, admin: Admin) -> None:
         hand.enqueue(key)
     first, second = hand.claim(2)
     age(admin, 61)  # all of them are ready again
-    aged = replace(second, ready_at=row(admin, "b")["ready_at"])
+    aged = second._replace(ready_at=row(admin, "b")["ready_at"])
     assert claim_after(hand, aged) == ["c"]
     assert first.key == "a"
 
@@ -223,11 +223,11 @@ def test_a_survey_passes_live_leases_over_and_no_expired_ones(hand: Hand, admin:
 
 BREAKS: dict[str, Callable[[Admin, Claim], Claim]] = {
     "nothing": lambda admin, claim: claim,
-    "id": lambda admin, claim: replace(claim, id=claim.id + 1),
-    "key": lambda admin, claim: replace(claim, key="another"),
-    "revision": lambda admin, claim: replace(claim, revision="r2"),
-    "token": lambda admin, claim: replace(claim, token=uuid4()),
-    "kind": lambda admin, claim: replace(claim, kind="another"),
+    "id": lambda admin, claim: claim._replace(id=claim.id + 1),
+    "key": lambda admin, claim: claim._replace(key="another"),
+    "revision": lambda admin, claim: claim._replace(revision="r2"),
+    "token": lambda admin, claim: claim._replace(token=uuid4()),
+    "kind": lambda admin, claim: claim._replace(kind="another"),
 }
 
 

@@ -69,7 +69,6 @@ async def single(job: Job[User]) -> None:
     assert_type(job.idempotency_key, str)
     assert_type(job.lost, bool)
     assert_type(job.cancelled, bool)
-    job.payload = User("another")  # type: ignore[misc]  # pyright: ignore[reportAttributeAccessIssue]
     job.nothing  # type: ignore[attr-defined]  # pyright: ignore[reportAttributeAccessIssue, reportUnknownMemberType]  # noqa: B018
 
 

@@ -71,7 +71,7 @@ def test_a_failure_counts_those_before_it_and_keeps_its_class() -> None:
     again = Settlement("pending", "c", counts=True, delay_seconds=2.0, error_class="KeyError")
     assert decide(Failed("c", "KeyError"), rules, chance=0) == again
     last = Settlement("failed", "c", counts=True, error_class="KeyError")
-    assert decide(Failed("c", "KeyError"), replace(rules, attempts=2), chance=0) == last
+    assert decide(Failed("c", "KeyError"), rules._replace(attempts=2), chance=0) == last
     assert decide(Pause(5, "p", shared=True), rules, chance=0) == Settlement(
         "pending", "p", delay_seconds=5.0, pause_seconds=5.0, pause_shared=True
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import astuple, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from itertools import permutations
 from typing import Any, cast
@@ -67,7 +67,7 @@ def test_each_lane_has_its_own_ring_as_long_as_it_is_remembered() -> None:
 
 
 def test_tenants_take_turns_in_the_order_of_the_ring_whatever_the_order_of_the_answer() -> None:
-    rows = {key: ("b", place, *astuple(claim(number))) for key, place, number in
+    rows = {key: ("b", place, *claim(number)) for key, place, number in
             [("a1", 1, 3), ("a2", 1, 4), ("a3", 1, 8), ("b1", 2, 1), ("b2", 2, 9)]}  # fmt: skip
     statement = claim_fair(
         TableMap(), LANE, limit=9, token=uuid4(), runner="r", ttl_seconds=1.0, max_evictions=5, version=1
