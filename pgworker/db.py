@@ -116,7 +116,7 @@ def _parameters(statement: Statement[T]) -> Mapping[str, object]:
     }
 
 
-Element: TypeAlias = str | int | UUID | None
+Element: TypeAlias = str | int | float | UUID | None
 
 
 def array_literal(values: Sequence[Element]) -> str:
@@ -129,7 +129,7 @@ def array_literal(values: Sequence[Element]) -> str:
     if isinstance(first, UUID) or None in values:
         runs = [[_element(value)] * len([*equal]) for value, equal in groupby(values)]
         return f"{{{','.join(chain.from_iterable(runs))}}}"
-    if isinstance(first, int):
+    if isinstance(first, (int, float)):
         return f"{{{','.join(map(str, values))}}}"
     texts = _escaped("\0".join(cast("Sequence[str]", values)))
     return '{"' + texts.replace("\0", '","') + '"}'

@@ -163,6 +163,9 @@ def read_nothing(_rows: Sequence[Row]) -> None:
     """The reader of a statement that answers nothing."""
 
 
+_FENCE = ("ids", "keys", "revisions", "tokens")
+
+
 def fence_of(claims: Sequence[Claim]) -> dict[str, object]:
     """The columns by which every write of a run proves that it still owns its rows."""
     return {
@@ -306,8 +309,7 @@ def finish_jobs(
         "results": [success.value for _, success in finished],
         "facts": facts,
     }
-    lists = ("ids", "keys", "revisions", "tokens", "generations", "results")
-    return statement("finish_jobs", tables, parameters, read_answers, lists)
+    return statement("finish_jobs", tables, parameters, read_answers, lists=(*_FENCE, "generations", "results"))
 
 
 def settle_jobs(
@@ -325,7 +327,7 @@ def settle_jobs(
         "errors": [settlement.error_class for _, settlement in settled],
         "facts": facts,
     }
-    return statement("settle_jobs", tables, parameters, read_answers)
+    return statement("settle_jobs", tables, parameters, read_answers, lists=_FENCE)
 
 
 def renew_leases(tables: TableMap, leases: Sequence[tuple[Claim, float | None]]) -> Statement[dict[int, Renewal]]:
@@ -338,7 +340,7 @@ def renew_leases(tables: TableMap, leases: Sequence[tuple[Claim, float | None]])
         "kinds": [claim.kind for claim in claims],
         "ttls": [ttl_seconds for _, ttl_seconds in leases],
     }
-    return statement("renew_leases", tables, parameters, read_renewals)
+    return statement("renew_leases", tables, parameters, read_renewals, lists=(*_FENCE, "kinds", "ttls"))
 
 
 def reap_expired(

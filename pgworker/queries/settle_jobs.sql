@@ -5,10 +5,6 @@ with input as materialized (
   from unnest(%(ids)s::bigint[], %(keys)s::text[], %(revisions)s::text[], %(tokens)s::uuid[], %(generations)s::int[],
               %(states)s::text[], %(counts)s::int[], %(delays)s::float8[], %(codes)s::text[], %(errors)s::text[])
        as i(id, key, revision, token, generation, state, counts, delay, code, error)
-), seen as materialized (
-  select j.id from input i cross join lateral (
-    select j.id from {jobs} j
-    where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision and j.token = i.token limit 1) j
 ), held as materialized (
   select locked.* from (select * from input order by kind, id) i cross join lateral (
     select j.kind, j.id, j.lease_expires_at, j.runner, j.generation = i.generation as current, i.state, i.counts, i.delay, i.code, i.error
@@ -46,6 +42,10 @@ with input as materialized (
                 when d.code is not null then 'parked' else 'released' end as what) f
   where %(facts)s::int > 0 and %(facts)s::int >= case f.what when 'released' then 2 else 1 end
 )
-select i.id, case when d.id is not null then 'done' when h.id is not null then 'expired' when s.id is not null then 'busy' else 'lost' end as verdict,
+select i.id,
+       case when d.id is not null then 'done' when h.id is not null then 'expired'
+            when (select true from {jobs} j where j.kind = i.kind and j.id = i.id and j.key = i.key and j.revision = i.revision   -- as in finish_jobs
+                  and j.token = i.token limit 1) then 'busy'
+            else 'lost' end as verdict,
        d.state
-from input i left join done d on d.id = i.id left join held h on h.id = i.id left join seen s on s.id = i.id
+from input i left join done d on d.id = i.id left join held h on h.id = i.id

@@ -5,14 +5,6 @@
 with input as materialized (
   select i.* from unnest(%(ids)s::bigint[], %(keys)s::{key_type}[], %(revisions)s::{revision_type}[], %(tokens)s::uuid[], %(results)s::text[])
        as i(id, key, revision, token, result)
-), seen as materialized (                                    -- by the snapshot, unlocked: tells busy from lost
-  select s.* from input i cross join lateral (
-    -- What is pending is told, not asked for: a condition would let a plan read the index of all pending rows instead. The
-    -- limit, which one row cannot exceed, keeps the probes from becoming a join that reads the whole table.
-    select i.id, {j.is_pending} as pending
-    from {table} j
-    where j.{key} = i.key and {is_revision} and j.{token} = i.token
-    limit 1) s
 ), held as materialized (
   select locked.* from (select * from input order by key) i cross join lateral (
     select i.id, i.result, j.{key}::{key_type} as key, j.{lease_expires_at} as lease_expires_at, {j.is_pending} as pending, {j.is_wanted} is true as wanted,
@@ -40,6 +32,11 @@ with input as materialized (
   where j.{key} = good.key and j.{key} = any(array(select good.key from good))   -- as in table_claim
   returning good.id, good.outcome as state
 )
-select i.id, case when d.id is not null then 'done' when h.pending then 'expired' when s.pending then 'busy' else 'lost' end as verdict,
+select i.id,
+       case when d.id is not null then 'done' when h.pending then 'expired'
+            -- By the snapshot, unlocked, and for these few only: tells busy from lost. What is pending is told, not asked for: a
+            -- condition would let a plan read the index of all pending rows instead.
+            when (select {j.is_pending} from {table} j where j.{key} = i.key and {is_revision} and j.{token} = i.token limit 1) then 'busy'
+            else 'lost' end as verdict,
        d.state
-from input i left join done d on d.id = i.id left join held h on h.id = i.id left join seen s on s.id = i.id
+from input i left join done d on d.id = i.id left join held h on h.id = i.id

@@ -4,12 +4,6 @@
 with input as materialized (
   select i.* from unnest(%(ids)s::bigint[], %(keys)s::{key_type}[], %(revisions)s::{revision_type}[], %(tokens)s::uuid[], %(ttls)s::float8[])
        as i(id, key, revision, token, ttl)
-), seen as materialized (
-  select s.* from input i cross join lateral (
-    select i.id, i.ttl is null as only_looked, {j.is_pending} as pending, {j.cancel_requested_at} is not null as cancel_requested
-    from {table} j
-    where j.{key} = i.key and {is_revision} and j.{token} = i.token
-    limit 1) s
 ), held as materialized (
   select locked.* from (select * from input where ttl is not null order by key) i cross join lateral (
     select i.id, i.ttl, j.{key}::{key_type} as key, j.{lease_expires_at} as lease_expires_at, {j.is_pending} as pending,
@@ -29,7 +23,11 @@ with input as materialized (
   where j.{key} = good.key and j.{key} = any(array(select good.key from good))   -- as in table_claim
   returning good.id, good.cancel_requested
 )
-select i.id, case when d.id is not null or (s.only_looked and s.pending) then 'done' when h.pending then 'expired'
-                  when s.pending then 'busy' else 'lost' end as verdict,
-       coalesce(d.cancel_requested, s.only_looked and s.cancel_requested, false)
-from input i left join done d on d.id = i.id left join held h on h.id = i.id left join seen s on s.id = i.id
+select i.id, case when d.id is not null then 'done' when h.pending then 'expired' when s.pending is not true then 'lost'
+                  when i.ttl is null then 'done' else 'busy' end as verdict,
+       coalesce(d.cancel_requested, i.ttl is null and s.cancel_requested, false)
+from input i left join done d on d.id = i.id left join held h on h.id = i.id left join lateral (
+  select {j.is_pending} as pending, {j.cancel_requested_at} is not null as cancel_requested from {table} j
+  where h.id is null                                         -- as in renew_leases
+    and j.{key} = i.key and {is_revision} and j.{token} = i.token
+  limit 1) s on true

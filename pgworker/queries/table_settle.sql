@@ -4,12 +4,6 @@ with input as materialized (
   select i.* from unnest(%(ids)s::bigint[], %(keys)s::{key_type}[], %(revisions)s::{revision_type}[], %(tokens)s::uuid[],
                          %(states)s::text[], %(counts)s::int[], %(delays)s::float8[], %(codes)s::text[])
        as i(id, key, revision, token, state, counts, delay, code)
-), seen as materialized (
-  select s.* from input i cross join lateral (
-    select i.id, {j.is_pending} as pending
-    from {table} j
-    where j.{key} = i.key and {is_revision} and j.{token} = i.token
-    limit 1) s
 ), held as materialized (
   select locked.* from (select * from input order by key) i cross join lateral (
     select i.id, i.state, i.counts, i.delay, i.code, j.{key}::{key_type} as key, j.{lease_expires_at} as lease_expires_at, {j.is_pending} as pending,
@@ -39,6 +33,9 @@ with input as materialized (
   where j.{key} = good.key and j.{key} = any(array(select good.key from good))   -- as in table_claim
   returning good.id, good.outcome as state
 )
-select i.id, case when d.id is not null then 'done' when h.pending then 'expired' when s.pending then 'busy' else 'lost' end as verdict,
+select i.id,
+       case when d.id is not null then 'done' when h.pending then 'expired'
+            when (select {j.is_pending} from {table} j where j.{key} = i.key and {is_revision} and j.{token} = i.token limit 1) then 'busy'   -- as in table_finish
+            else 'lost' end as verdict,
        d.state
-from input i left join done d on d.id = i.id left join held h on h.id = i.id left join seen s on s.id = i.id
+from input i left join done d on d.id = i.id left join held h on h.id = i.id

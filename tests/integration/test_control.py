@@ -504,11 +504,11 @@ async def test_a_look_that_fails_is_made_again(app: App, hand: Hand, admin: psyc
     async with running(app.worker()):
         await handlers.until(inside=1)
         await until_listening(admin)
-        ended = admin.execute(
+        end = (
             "select pg_terminate_backend(pid, 10000) from pg_stat_activity"
             " where application_name = 'pgworker lease' and datname = current_database()"
-        ).fetchall()
-        assert ended == [(True,)]
+        )
+        await eventually(lambda: admin.execute(end).fetchall() == [(True,)])  # it may not have connected yet
         hand.enqueue("k", "r2", 2)
         hint(admin, "c:work")
         await handlers.until(inside=0)

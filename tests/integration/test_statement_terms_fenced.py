@@ -92,6 +92,17 @@ def test_each_row_of_a_batch_has_its_own_verdict(hand: Hand, admin: Admin, dsn: 
     assert verdicts == {done.id: "done", expired.id: "expired", busy.id: "busy", lost.id: "lost"}
 
 
+def test_a_renewal_of_a_busy_job_tells_of_no_cancel(hand: Hand, admin: Admin, dsn: str) -> None:
+    """What was seen without the lock may be withdrawn by whoever holds it."""
+    hand.enqueue("k", "r")
+    (claim,) = hand.claim()
+    admin.execute("update pgworker.jobs set cancel_requested_at = clock_timestamp()")
+    with psycopg.connect(dsn) as other:
+        other.execute("select from pgworker.jobs for update")
+        assert hand.renew(claim) == ("busy", False)
+    assert hand.renew(claim) == ("done", True)
+
+
 def test_a_look_waits_for_nobody_and_writes_nothing(hand: Hand, admin: Admin, dsn: str) -> None:
     for key in ("held", "lost", "wanted no more", "renewed"):
         hand.enqueue(key, "r")

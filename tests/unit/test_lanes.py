@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, cast
 
 import anyio
+import psycopg
 import pytest
 
 from pgworker.claimer import Claimer, ClaimRefused, Lanes
@@ -189,7 +190,7 @@ async def test_a_look_that_fails_loses_nothing_of_what_was_claimed_before_it(
     await claimer.round(5)
 
     async def fail(*_: object) -> list[Due]:
-        raise TimeoutError
+        raise psycopg.OperationalError
 
     monkeypatch.setattr(Surveys, "look", fail)
     taken = await claimer.round(5)
