@@ -40,6 +40,8 @@ class Taken(NamedTuple):
     """Whether nothing was claimed because the kind is paused in the table."""
     asked_at: float = 0.0
     """Monotonic time before the survey was sent."""
+    trouble: str = ""
+    """By which error the survey failed, if the claims did without it."""
 
 
 class ClaimRefused(PgworkerError):
@@ -115,6 +117,11 @@ class Lanes:
     _dry: set[Lane] = field(default_factory=set[Lane])
 
     @property
+    def known(self) -> bool:
+        """Whether there are any to claim from."""
+        return bool(self._places)
+
+    @property
     def paused(self) -> bool:
         """Whether nothing may be claimed at present."""
         return any(due.paused for due in self.dues)
@@ -188,6 +195,8 @@ class Claimer:
     _look_at: float = 0.0
     """When the lanes must be looked at again, and when they may be, both monotonic."""
     _may_look_at: float = 0.0
+    _slow: tuple[str, float] | None = None
+    """The error of the round's survey that took too long, and its seconds."""
 
     def __post_init__(self) -> None:
         self._lanes.fair = self.queue.kind.policy.fair
@@ -203,7 +212,7 @@ class Claimer:
         """
         limit = self.appetite.bound(limit)
         preferred = self._next_class()
-        poked, self._poked = self._poked, False
+        poked, self._poked, self._slow = self._poked, False, None
         looked = await self._look(now=poked)
         if poked and not looked:
             self._lanes.poke()
@@ -211,9 +220,10 @@ class Claimer:
         claims = await self._claim(preferred, limit)
         if len(claims) < limit and not looked and not self.is_stopping():
             looked, claims = await self._look_for_more(preferred, limit, claims)
+        trouble = self._spare_surveys()
         paused = self._lanes.paused and not claims
         due_in = self._due_in(blind=len(claims) < limit and not looked)
-        return Taken(claims, sent_at, len(claims) == limit, due_in, paused=paused, asked_at=self._asked_at)
+        return Taken(claims, sent_at, len(claims) == limit, due_in, paused, self._asked_at, trouble)
 
     async def _look_for_more(self, preferred: int, limit: int, claims: list[Claim]) -> tuple[bool, list[Claim]]:
         """What known lanes do not give, others may; an error loses nothing of what has been claimed."""
@@ -234,22 +244,42 @@ class Claimer:
         return preferred
 
     async def _look(self, *, now: bool) -> bool:
-        """Survey the lanes, if it is time to, or `now` if that may be already; whether that was done."""
+        """Survey the lanes, if it is time to, or `now` if that may be already; whether there may be news.
+
+        A survey passes over all that nobody can claim, which may take too long: dead rows by the million, as long as a
+        session holds an old snapshot. Then whatever is known is claimed from, from where the last claims ended.
+        """
         asked_at = time.monotonic()
         if asked_at < (self._may_look_at if now else self._look_at):
             return False
         try:
             dues = await self.surveys.look(self.queue)
         except (psycopg.Error, TimeoutError) as error:
-            raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
+            if not (isinstance(error, (TimeoutError, QueryCanceled)) and self._lanes.known):
+                raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
+            self._slow = type(error).__name__, time.monotonic() - asked_at
+            self._lanes.poke()
+            return True
         self._lanes.learn(dues)
-        answered_at = time.monotonic()
-        seconds = answered_at - asked_at
+        seconds = time.monotonic() - asked_at
         usual, self._look_seconds = min(seconds, self._look_seconds), seconds
         self._asked_at = asked_at
-        self._may_look_at = answered_at + _LOOK_SHARE * max(0.0, usual - _CHEAP_SECONDS)
-        self._look_at = max(self._may_look_at, answered_at + _LOOK_SECONDS)
+        self._rest(usual)
         return True
+
+    def _spare_surveys(self) -> str:
+        """After claims that were answered: if a survey was not, it was not the server's fault; returns its error."""
+        if self._slow is None or self._lanes.paused:  # (of a paused kind nothing was claimed)
+            return ""
+        error, seconds = self._slow
+        self._rest(seconds)
+        return error
+
+    def _rest(self, seconds: float) -> None:
+        """Make no survey for a time, if they take so long."""
+        now = time.monotonic()
+        self._may_look_at = now + _LOOK_SHARE * max(0.0, seconds - _CHEAP_SECONDS)
+        self._look_at = max(self._may_look_at, now + _LOOK_SECONDS)
 
     def _due_in(self, *, blind: bool) -> float | None:
         """In how many seconds something that is known comes due, or what is not known may be looked for."""

@@ -228,6 +228,8 @@ class Runner:
             await self._give_back(refusal.claims)
             await anyio.sleep(self.kind.policy.poll.total_seconds())
             return None
+        if taken.trouble:
+            self._note(RunnerTrouble(self.kind.name, QUEUE_CLAIM_FAILED, taken.trouble))
         self._tally.add("claimed", len(taken.claims))  # what is given back at once, too: the counts must balance
         self._observe(paused=taken.paused, asked_at=taken.asked_at)
         if self._stopping.is_set() or self._pauses.hold:  # it came while the claim was under way

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any, cast
 
+import anyio
 import psycopg
 import pytest
 from psycopg.errors import LockNotAvailable, QueryCanceled
@@ -29,6 +30,8 @@ class Backlog:
         self.size = size
         self.lanes = [LANE]
         self.error: Exception | None = None
+        self.survey_error: Exception | None = None
+        self.survey_seconds = 0.0
         self.has_jobs = True
         self.asked: list[int] = []
         self.surveyed = 0
@@ -41,6 +44,9 @@ class Backlog:
     async def run(self, statement: Any, *, within: float = 0) -> Any:
         if statement.name == "survey_lanes":
             self.surveyed += 1
+            await anyio.sleep(self.survey_seconds)
+            if self.survey_error is not None:
+                raise self.survey_error
             return [Due(lane, -1.0, paused=False) for lane in self.lanes]
         limit = statement.parameters["limit"]
         self.asked.append(limit)
@@ -144,3 +150,68 @@ async def test_a_round_sends_nothing_more_once_the_worker_stops(statements: int)
     backlog.stops_after = statements
     await rounds(backlog.claimer(), 2)  # each of a survey and two claims
     assert backlog.surveyed + len(backlog.asked) == statements
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), QueryCanceled()], ids=lambda error: type(error).__name__)
+async def test_a_survey_that_takes_too_long_stops_no_claims(error: Exception) -> None:
+    """As when it passes over millions of dead rows, for as long as some session holds an old snapshot."""
+    backlog = Backlog()
+    claimer = backlog.claimer()
+    assert await rounds(claimer, 1) == [128]
+    backlog.survey_error = error
+    claimer.poke()
+    taken = await claimer.round(100)
+    assert (len(taken.claims), taken.trouble) == (100, type(error).__name__)
+
+
+async def test_a_survey_that_takes_too_long_is_made_again_after_a_multiple_of_its_time() -> None:
+    backlog = Backlog()
+    claimer = backlog.claimer()
+    await rounds(claimer, 1)
+    backlog.survey_error, backlog.survey_seconds = QueryCanceled(), 0.03
+    for _ in range(5):
+        claimer.poke()
+        assert (await claimer.round(100)).claims
+    assert backlog.surveyed == 2
+    backlog.survey_error = None
+    await anyio.sleep(0.5)
+    assert (await claimer.round(100)).trouble == ""
+    assert backlog.surveyed == 3
+
+
+async def test_a_lane_that_gave_nothing_is_tried_when_surveys_take_too_long() -> None:
+    backlog = Backlog()
+    claimer = backlog.claimer()
+    backlog.has_jobs = False
+    await rounds(claimer, 1)
+    backlog.survey_error, backlog.has_jobs = QueryCanceled(), True
+    assert len((await claimer.round(100)).claims) == 100
+
+
+async def test_a_survey_that_is_no_slower_than_the_claims_refuses_the_round() -> None:
+    backlog = Backlog()
+    claimer = backlog.claimer()
+    await rounds(claimer, 1)
+    backlog.survey_error = backlog.error = TimeoutError()
+    backlog.survey_seconds = 0.03
+    for _ in range(3):
+        claimer.poke()
+        assert await rounds(claimer, 1) == [0]
+    assert backlog.surveyed == 4  # an outage is no reason to look less often
+
+
+@pytest.mark.parametrize("error", [TimeoutError(), psycopg.OperationalError()], ids=lambda e: type(e).__name__)
+async def test_without_any_lane_a_survey_that_fails_refuses_the_round(error: Exception) -> None:
+    backlog = Backlog()
+    backlog.survey_error = error
+    with pytest.raises(ClaimRefused, match=type(error).__name__):
+        await backlog.claimer().round(100)
+
+
+async def test_a_survey_that_fails_in_another_way_refuses_the_round() -> None:
+    backlog = Backlog()
+    claimer = backlog.claimer()
+    await rounds(claimer, 1)
+    backlog.survey_error = psycopg.OperationalError()
+    claimer.poke()
+    assert await rounds(claimer, 1) == [0]
