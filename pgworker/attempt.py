@@ -94,14 +94,18 @@ class Tools:
 class Attempt:
     """Runs the handler once, over a job or a batch, whose leases are held already.
 
+    Its end is told to `ended`, once the finisher has written all that `hand_over` or `give_back` left to it.
+
     First `call` in a scope of the caller's, then `hand_over`; or, if there is more to do, `call_again` and `finish`
     outside of it. Never raises for anything that the handler does.
     """
 
-    __slots__ = ("_called", "_items", "_releasing", "_scope", "_started", "_tools")
+    __slots__ = ("_called", "_ended", "_items", "_releasing", "_scope", "_started", "_tools", "left")
 
-    def __init__(self, tools: Tools, held: Sequence[Held]) -> None:
+    def __init__(self, tools: Tools, held: Sequence[Held], ended: Callable[[Attempt], None]) -> None:
         self._tools = tools
+        self._ended = ended
+        self.left = 0
         self._scope: anyio.CancelScope | None = None
         self._releasing = False
         self._called: Sequence[_Item] = ()
@@ -159,8 +163,8 @@ class Attempt:
             item.result = Released()
         return bool(struck)
 
-    def hand_over(self, done: Callable[[], None]) -> bool:
-        """Leave the writing to the finisher, which calls `done`, if all has gone well and there is nothing else to do.
+    def hand_over(self) -> bool:
+        """Leave the writing to the finisher, if all has gone well and there is nothing else to do.
 
         False, and nothing done, if there is.
         """
@@ -171,14 +175,18 @@ class Attempt:
                 return False
         run_seconds = time.monotonic() - self._started
         endings = [self._ending(item, item.result, run_seconds) for item in self._items if item.result is not None]
-        self._tools.finisher.put(endings, done)
+        self._tools.finisher.put(endings, self)
         return True
 
-    def give_back(self, done: Callable[[], None]) -> None:
-        """Release the jobs, which no call has begun; `done` is called when that is written, or given up."""
+    def give_back(self) -> None:
+        """Release the jobs, which no call has begun; the finisher writes it."""
         self.release()
         endings = [self._ending(item, Released(), 0.0) for item in self._items]
-        self._tools.finisher.put(endings, done)
+        self._tools.finisher.put(endings, self)
+
+    def all_written(self) -> None:
+        """What was left to the finisher has its verdicts."""
+        self._ended(self)
 
     async def call_again(self) -> None:
         """Call the handler for each job alone, if the policy says so and the call has failed as a whole."""

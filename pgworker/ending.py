@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pgworker.job import Claim, Job
 from pgworker.leases import Held
 from pgworker.outcome import Decision, Failed, Rules, Success, decide
 
 
-@dataclass(slots=True, eq=False)
-class Group:
-    """Endings of which somebody wants to know when the last one has its verdict."""
+class Group(Protocol):
+    """Somebody who wants to know when the last of some endings has its verdict."""
 
     left: int
-    done: Callable[[], None]
+    """How many have none yet."""
+
+    def all_written(self) -> None:
+        """The last one has it."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -69,6 +69,17 @@ class _Lane:
         self.changed = anyio.Event()
 
 
+class _Waiting:
+    """Waits for the verdicts of some endings."""
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.written = anyio.Event()
+
+    def all_written(self) -> None:
+        self.written.set()
+
+
 class Finisher:
     """The writer of a runner: what gathers while a statement is under way goes with the next one.
 
@@ -103,13 +114,13 @@ class Finisher:
     async def write(self, endings: Sequence[Ending]) -> None:
         """Write these ends and return when each has its verdict, or has been given up because its lease is gone."""
         if endings:
-            written = anyio.Event()
-            self.put(endings, written.set)
-            await written.wait()
+            waiting = _Waiting()
+            self.put(endings, waiting)
+            await waiting.written.wait()
 
-    def put(self, endings: Sequence[Ending], done: Callable[[], None]) -> None:
-        """Write these ends, which are some, as soon as may be, and call `done` when each has its verdict."""
-        group = Group(len(endings), done)
+    def put(self, endings: Sequence[Ending], group: Group) -> None:
+        """Write these ends, which are some, as soon as may be, and tell the group when each has its verdict."""
+        group.left = len(endings)
         for ending in endings:
             ending.group = group
         self._fresh.extend(endings)
@@ -325,7 +336,7 @@ class Finisher:
         if group is not None:
             group.left -= 1
             if not group.left:
-                group.done()
+                group.all_written()
 
 
 def _trouble_code(decision: Decision) -> str:

@@ -7,7 +7,6 @@ import contextvars
 import time
 from collections import deque
 from collections.abc import Sequence
-from functools import partial
 
 import anyio
 import anyio.abc
@@ -165,7 +164,7 @@ class Slots:
                         await attempt.call(scope)
                         if not is_first and attempt.excuse():
                             self._each_alone = True  # so that no job is excused again and again
-                        if not attempt.hand_over(partial(self._end, attempt)):
+                        if not attempt.hand_over():
                             break
                         self._calling.discard(attempt)
                         attempt, is_first = None, False
@@ -208,15 +207,15 @@ class Slots:
             self._return(low)
         if not held:
             return None
-        attempt = Attempt(self._tools, held)
+        attempt = Attempt(self._tools, held, self._end)
         self._calls.add(attempt)
         self._calling.add(attempt)
         return attempt
 
     def _return(self, held: Sequence[Held]) -> None:
-        attempt = Attempt(self._tools, held)
+        attempt = Attempt(self._tools, held, self._end)
         self._calls.add(attempt)
-        attempt.give_back(partial(self._end, attempt))
+        attempt.give_back()
 
     def _end(self, attempt: Attempt) -> None:
         self._calls.discard(attempt)

@@ -88,12 +88,16 @@ class Renewal(NamedTuple):
 
 
 class Reaped(NamedTuple):
-    """What one page of the reaper read and did; `cursor` is its last row, None when the page was empty."""
+    """What one page of the reaper read and did; `cursor` is its last row, None when the page was empty.
+
+    `leased` is how many of the rows had a lease when they were read.
+    """
 
     read: int
     ended_or_freed: int
     freed: int
     cursor: Cursor | None
+    leased: int
 
 
 class Insert(NamedTuple):
@@ -189,10 +193,10 @@ def read_renewals(rows: Sequence[Row]) -> dict[int, Renewal]:
 def read_page(rows: Sequence[Row]) -> Reaped:
     """The reader of a page of the reaper, which is one row or, if it read nothing, none."""
     if not rows:
-        return Reaped(0, 0, 0, None)
-    count, done, freed, ready_at, last = rows[0]
+        return Reaped(0, 0, 0, None, 0)
+    count, done, freed, ready_at, last, leased = rows[0]
     cursor = (cast("datetime", ready_at), cast("int | str", last))
-    return Reaped(cast("int", count), cast("int", done), cast("int", freed), cursor)
+    return Reaped(cast("int", count), cast("int", done), cast("int", freed), cursor, cast("int", leased))
 
 
 def insert_jobs(

@@ -51,5 +51,5 @@ with now as materialized (
   where %(facts)s::int > 0 and f.holds
 )
 select (select count(*) from page), (select count(*) from done), (select count(*) from done where state = 'pending'),
-       greatest(last.ready_at, '0001-01-03 00:00:00+00'), last.id
+       greatest(last.ready_at, '0001-01-03 00:00:00+00'), last.id, (select count(*) from page where lease_expires_at is not null)
 from (select ready_at, id from page order by ready_at desc, id desc limit 1) as last

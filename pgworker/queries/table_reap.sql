@@ -7,7 +7,8 @@ with now as materialized (
 ), page as materialized (                                    -- bounded by rows read, not by rows found
   select j.{key}::{key_type} as key, j.{ready_at} as ready_at,
          (j.{token} is not null or {j.cancel_requested_at} is not null)
-         and (j.{token} is null or j.{lease_expires_at} is null or j.{lease_expires_at} <= (select at from now)) as due
+         and (j.{token} is null or j.{lease_expires_at} is null or j.{lease_expires_at} <= (select at from now)) as due,
+         j.{token} is not null as leased
   from {table} j
   where {j.is_pending} and {j.is_wanted} and {j.urgency} = %(class)s::bigint and {j.priority} = %(priority)s::bigint
     and {after} and j.{ready_at} <= (select at from now)
@@ -42,5 +43,5 @@ with now as materialized (
   returning decided.outcome
 )
 select (select count(*) from page), (select count(*) from done), (select count(*) from done where outcome = 'pending'),
-       greatest(last.ready_at, '0001-01-03 00:00:00+00'), last.key::text
+       greatest(last.ready_at, '0001-01-03 00:00:00+00'), last.key::text, (select count(*) from page where leased)
 from (select ready_at, key from page order by ready_at desc, key desc limit 1) as last

@@ -21,7 +21,7 @@ from pgworker.db import Database
 from pgworker.events import Event, JobLost, JobSettled, RunnerTrouble
 from pgworker.job import Claim
 from pgworker.kind import Kind
-from pgworker.maintenance import reap
+from pgworker.maintenance import Reaper
 from pgworker.outcome import Settlement, Success
 from pgworker.queue import JobsTable, Renewals
 from pgworker.statements import BEGINNING, Answer, Cursor, Due, Lane, Reaped, Statement
@@ -384,7 +384,7 @@ async def _reap(worker: Any) -> None:
         worker._settings.dsn, "worker", deadline=worker._runners[0]._shared.database.deadline, connections=1
     )
     await database.open()
-    await reap(worker._runners[0]._queue, Surveys(database), database)
+    await Reaper(Surveys(database), database).reap(worker._runners[0]._queue)
     await database.close()
 
 

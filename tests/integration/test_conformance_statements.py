@@ -434,11 +434,14 @@ def test_reaping_pages_through_a_lane(adapter: Adapter, admin: Admin, hands: Han
     hands.claim(5)
     adapter.age(admin, 60)
     after, freed = BEGINNING, 0
+    leased: list[int] = []
     for _ in range(4):
         page = send_sync(hands.connection, hands.queue.reap(LANE, limit=3, after=after))
         freed += page.freed
         if page.cursor is None:
             break
+        leased.append(page.leased)
         after = page.cursor
+    assert leased == ([] if adapter.name == "threads" else [3, 2, 0])
     assert freed == (0 if adapter.name == "threads" else 5)  # (claims take those over; there is nothing else to write)
     assert len(hands.claim(10)) == 7

@@ -18,7 +18,7 @@ from pgworker import App, Enqueued, Job, NewJob, Retry
 from pgworker.claimer import Claimer, Taken
 from pgworker.db import Database
 from pgworker.events import JobSettled, RunnerTrouble
-from pgworker.maintenance import reap
+from pgworker.maintenance import Reaper
 from pgworker.outcome import Settlement
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.queue import JobsTable
@@ -408,7 +408,7 @@ async def test_a_kind_that_nobody_here_knows_waits_for_a_worker_that_does(app: A
         await seen.wait(lambda: bool(seen.of(JobSettled)))
         await app.enqueue("work", 1, delay=timedelta(hours=1))  # so that there is a lane to be reaped
         runner = worker._runners[0]
-        await reap(runner._queue, runner._shared.surveys, runner._shared.database)
+        await Reaper(runner._shared.surveys, runner._shared.database).reap(runner._queue)
     assert [row(admin, key, kind="later") for key in ("new", "expired")] == before
 
     async with App(dsn) as newer:

@@ -17,7 +17,7 @@ from pgworker import App, Job, Lease, NewJob
 from pgworker.db import Database
 from pgworker.events import JobSettled
 from pgworker.job import Claim, Urgency
-from pgworker.maintenance import reap
+from pgworker.maintenance import Reaper
 from pgworker.outcome import Settlement
 from pgworker.policy import STORE_TIMEOUT, make_policy
 from pgworker.queue import JobsTable
@@ -227,7 +227,7 @@ async def test_a_pass_goes_in_bounded_pages_over_all_lanes(
     await database.open()
     policy = make_policy("standard", {"lease": Lease.renew(timedelta(seconds=TTL))})
     queue = Watched(hand.tables, replace(untyped("work"), policy=policy))
-    freed = await reap(queue, Surveys(database), database)
+    freed = await Reaper(Surveys(database), database).reap(queue)
     await database.close()
     assert freed == 6 * 7  # the last of each lane, behind two pages of live leases
     assert admin.execute("select count(*) from pgworker.jobs where token is null and evictions = 1").fetchone() == (42,)

@@ -10,7 +10,7 @@ import pytest
 from pgworker import App, Job, UnknownKind
 from pgworker.db import Database
 from pgworker.events import JobSettled
-from pgworker.maintenance import reap
+from pgworker.maintenance import Reaper
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.queue import JobsTable
 from pgworker.surveys import Surveys
@@ -39,7 +39,7 @@ async def test_rows_of_a_kind_that_a_worker_does_not_know_stay_as_they_are(
         await seen.count(JobSettled, 1)
         await app.enqueue("known", 1, delay=3600)  # so that there is a lane to be reaped
         await database.open()
-        assert await reap(JobsTable(TableMap(), app.kinds["known"]), Surveys(database), database) == 0
+        assert await Reaper(Surveys(database), database).reap(JobsTable(TableMap(), app.kinds["known"])) == 0
         await database.close()
     assert {key: row(admin, key) for key in before} == before
     with pytest.raises(UnknownKind, match="unknown kind 'work' \\(known: known\\)"):

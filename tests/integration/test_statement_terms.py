@@ -283,7 +283,7 @@ def test_the_reaper_writes_to_the_expired_rows_of_its_page_only(hand: Hand, admi
     hand.claim(1, max_evictions=1)  # `alive` is the only one not at its limit
     copy_of(admin, "mine", kind="copy")
     others = everything(admin, but=("work", "mine"))
-    assert reap(hand, limit=1) == (1, 1, 1, (row(admin, "mine")["ready_at"], row(admin, "mine")["id"]))
+    assert reap(hand, limit=1) == (1, 1, 1, (row(admin, "mine")["ready_at"], row(admin, "mine")["id"]), 1)
     assert everything(admin, but=("work", "mine")) == others
     assert reap(hand)[:3] == (3, 1, 1)
     assert row(admin, "alive") == others["work", "alive"]

@@ -211,8 +211,8 @@ class Runs(Machine):
             )
         )  # fmt: skip
         due = self.model.due_in_lane(chosen)[:limit]
-        cursor = (due[-1].ready_at, due[-1].id) if due else None
-        expected = (*self.model.reap(chosen, limit=limit, ttl=ttl, limit_of_evictions=evictions), cursor)
+        cursor, leased = (due[-1].ready_at, due[-1].id) if due else None, sum(row.token is not None for row in due)
+        expected = (*self.model.reap(chosen, limit=limit, ttl=ttl, limit_of_evictions=evictions), cursor, leased)
         if page != expected:
             raise Differs(f"reap: {page} instead of {expected}")
 
