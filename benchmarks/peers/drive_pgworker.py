@@ -3,53 +3,67 @@
 # ruff: noqa: D102, ARG001 - the methods are those of driving.Driver; handlers get what they get
 from __future__ import annotations
 
+import os
+
 from driving import PAYLOAD, main, note_noop, note_stamp
 from psycopg import connect
 
 from pgworker import App, Job, NewJob
+from pgworker.cli import app as command
 from pgworker.schema import migrate
 from pgworker.tablemap import TableMap
 
 _CONCURRENCY = 500
 _PREFETCH = 1_000
 
+app = App()
+
+
+@app.kind("noop", concurrency=_CONCURRENCY, prefetch=_PREFETCH, facts="exceptional")
+async def noop(job: Job[str]) -> None:
+    """Do nothing."""
+    note_noop()
+
+
+@app.kind("stamp")
+async def stamp(job: Job[float]) -> None:
+    """Tell when it was enqueued."""
+    note_stamp(job.payload)
+
 
 class PgWorker:
-    """An App with the two kinds."""
+    """An App as the producer."""
 
     def __init__(self, dsn: str) -> None:
-        self._app = App(dsn)
-
-        @self._app.kind("noop", concurrency=_CONCURRENCY, prefetch=_PREFETCH, facts="exceptional")
-        async def noop(job: Job[str]) -> None:
-            note_noop()
-
-        @self._app.kind("stamp")
-        async def stamp(job: Job[float]) -> None:
-            note_stamp(job.payload)
+        self._dsn = os.environ["PGWORKER_DSN"] = dsn
 
     async def prepare(self) -> None:
-        with connect(self._app.settings.dsn, autocommit=True) as connection:
+        with connect(self._dsn, autocommit=True) as connection:
             migrate(connection, TableMap())
 
     async def open(self) -> None:
-        await self._app.__aenter__()
+        await app.__aenter__()
 
     async def close(self) -> None:
-        await self._app.__aexit__(None, None, None)
+        await app.__aexit__(None, None, None)
 
     async def put_many(self, jobs: int) -> None:
-        await self._app.enqueue_many("noop", [NewJob(PAYLOAD) for _ in range(jobs)])
+        await app.enqueue_many("noop", [NewJob(PAYLOAD) for _ in range(jobs)])
 
     async def put(self) -> None:
-        await self._app.enqueue("noop", PAYLOAD)
+        await app.enqueue("noop", PAYLOAD)
 
     async def put_stamp(self, now: float) -> None:
-        await self._app.enqueue("stamp", now)
+        await app.enqueue("stamp", now)
 
     async def work(self) -> None:
-        async with self._app:
-            await self._app.run()
+        raise NotImplementedError  # by the command line
 
 
-main(PgWorker)
+def _work(dsn: str) -> None:
+    os.environ["PGWORKER_DSN"] = dsn
+    command(["run", "drive_pgworker:app", "--log-level", "warning"])
+
+
+if __name__ == "__main__":
+    main(PgWorker, _work)

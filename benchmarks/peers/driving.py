@@ -76,12 +76,15 @@ def say(line: str) -> None:
     print(line, flush=True)
 
 
-def main(make: Callable[[str], Driver]) -> None:
-    """Do what the command line says."""
+def main(make: Callable[[str], Driver], work: Callable[[str], None] | None = None) -> None:
+    """Do what the command line says. `work` runs a worker, where users do so by a program of the queue's own."""
     dsn, mode, *numbers = sys.argv[1:]
     if mode == "work":
         threading.Thread(target=_end_with_the_benchmark, daemon=True).start()
-    asyncio.run(_run(make(dsn), mode, [int(number) for number in numbers]))
+    if mode == "work" and work is not None:
+        work(dsn)
+    else:
+        asyncio.run(_run(make(dsn), mode, [int(number) for number in numbers]))
 
 
 def _end_with_the_benchmark() -> None:

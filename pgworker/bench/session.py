@@ -44,6 +44,7 @@ class Sizes:
 STANDARD: Final = Sizes("standard")
 FULL: Final = Sizes(
     "full",
+    drained=60_000,
     future=500_000,
     finished=200_000,
     expired=50_000,
