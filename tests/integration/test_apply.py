@@ -493,7 +493,8 @@ async def test_the_app_never_loses_a_deadlock_against_apply(
 @pytest.mark.ruling("2.11")
 async def test_apply_has_a_plain_session_and_the_finish_lands_after_it(app: App, admin: Admin, tables: Any) -> None:
     settings: dict[str, Any] = {}
-    names = ("enable_seqscan", "enable_sort", "enable_bitmapscan", "transaction_isolation", "transaction_read_only")
+    planner = ("enable_seqscan", "enable_sort", "enable_bitmapscan", "enable_partition_pruning", "plan_cache_mode")
+    names = (*planner, "transaction_isolation", "transaction_read_only")
 
     async def store(conn: Conn, job: Job[int], value: object) -> None:
         settings["within"] = [(await (await conn.execute(f"show {name}".encode())).fetchall())[0][0] for name in names]
@@ -512,10 +513,10 @@ async def test_apply_has_a_plain_session_and_the_finish_lands_after_it(app: App,
         await seen.wait(lambda: bool(seen.of(JobSettled)))
         after = [(await (await settings["conn"].execute(f"show {name}".encode())).fetchall())[0][0] for name in names]
     assert row(admin, "k")["state"] == "succeeded"
-    assert settings["within"] == ["on", "on", "on", "read committed", "off"]
+    assert settings["within"] == ["on", "on", "on", "on", "auto", "read committed", "off"]
     assert "Seq Scan" in settings["plan"]
     assert "Disabled" not in settings["plan"]
-    assert after[:3] == ["off", "off", "off"]
+    assert after[:5] == ["off", "off", "off", "off", "force_generic_plan"]
 
 
 async def test_apply_may_enqueue_in_its_transaction(app: App, admin: Admin) -> None:
