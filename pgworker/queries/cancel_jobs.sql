@@ -18,24 +18,27 @@ with input as materialized (
 ), now as materialized (                                     -- after the last lock, by data dependence
   select clock_timestamp() as at from (select count(*) from held) as every_lock_held
 ), good as materialized (
-  select held.kind, held.id, held.runner, now.at, (held.lease_expires_at > now.at) is not true as free
+  select held.id, held.runner, (held.lease_expires_at > now.at) is not true as free
   from held cross join now
   where held.state = 'pending' and (held.cancel_requested_at is null or (held.lease_expires_at > now.at) is not true)
-), done as (
+), ended as (                                              -- (by an array instead of a join, and the kind: as in claim_jobs)
   update {jobs} j set
-    state = case when good.free then 'cancelled' else j.state end,
-    finished_at = case when good.free then good.at end,
-    cancel_requested_at = case when not good.free then good.at end,
-    (token, lease_expires_at, runner) = (select j.token, j.lease_expires_at, j.runner where not good.free)
-  from good
-  where j.id = good.id and j.kind || '' = good.kind and j.id = any(array(select good.id from good))   -- as in claim_jobs
-  returning j.id, j.kind, j.key, j.revision, j.generation, j.attempts, good.free, good.runner, good.at
+    state = 'cancelled', finished_at = (select at from now), cancel_requested_at = null, token = null, lease_expires_at = null, runner = null
+  where j.id = any(array(select good.id from good where good.free)) and j.kind || '' = %(kind)s::text
+  returning j.id, j.key, j.revision, j.generation, j.attempts
+), asked as (
+  update {jobs} j set cancel_requested_at = (select at from now)
+  where j.id = any(array(select good.id from good where not good.free)) and j.kind || '' = %(kind)s::text
+  returning j.id, j.key, j.revision, j.generation, j.attempts
+), done as (
+  select e.*, 'done' as verdict, 'cancelled' as what from ended e
+  union all
+  select a.*, 'requested', 'cancel_requested' from asked a
 ), told as (
   insert into {facts} (at, job_id, generation, attempts, kind, key, revision, what, runner)
-  select d.at, d.id, d.generation, d.attempts, d.kind, d.key, d.revision,
-         case when d.free then 'cancelled' else 'cancel_requested' end, d.runner
-  from done d
+  select now.at, d.id, d.generation, d.attempts, %(kind)s::text, d.key, d.revision, d.what, good.runner
+  from done d join good on good.id = d.id cross join now
   where %(facts)s::int > 0
 )
-select i.id, case when d.free then 'done' when d.id is not null then 'requested' when s.wanted then 'busy' else 'passed' end as verdict
+select i.id, coalesce(d.verdict, case when s.wanted then 'busy' else 'passed' end) as verdict
 from input i left join done d on d.id = i.id left join seen s on s.id = i.id
