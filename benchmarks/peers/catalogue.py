@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
+
+_OURS: Final = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,7 +15,7 @@ class Peer:
 
     name: str
     requirements: tuple[str, ...]
-    """For pip, in an environment of its own; none of them: our own environment has it."""
+    """What pip is asked for, in an environment of its own."""
     left: str
     """A query that is true while there are jobs to do; one that has failed is never done, and stops the run."""
     slow: bool = False
@@ -20,7 +23,12 @@ class Peer:
 
 
 PEERS: Final = (
-    Peer("pgworker", (), "select exists (select from pgworker.jobs where state <> 'succeeded')"),
+    # with uvloop, which pgqueuer brings along
+    Peer(
+        "pgworker",
+        ("--editable", f"{_OURS}[fast]"),
+        "select exists (select from pgworker.jobs where state <> 'succeeded')",
+    ),
     Peer(
         "procrastinate",
         ("procrastinate==3.10.*", "psycopg[binary]"),

@@ -18,8 +18,6 @@ _NEW_ENOUGH: Final = "import sys; sys.exit(sys.version_info < (3, 12))"
 
 def installed(peer: Peer) -> Path:
     """The interpreter that can import the queue; pip is asked when there is none yet, or for other versions."""
-    if not peer.requirements:
-        return Path(sys.executable)
     folder = _ROOT / peer.name
     python, stamp = folder / "bin" / "python", folder / _STAMP
     wanted = "\n".join(peer.requirements)

@@ -176,7 +176,7 @@ def p6(session: Session) -> Result:
     """Producers in transactions of their own, with wake-ups and without, in turn, while somebody listens."""
     runs: list[Run] = []
     legs = [("subject", True), ("floor", False)]
-    pairs = 2 * session.sizes.pairs + 1  # short ones, of which one alone may be off by a fifth
+    pairs = 2 * session.sizes.pairs + 1  # one alone is short, and off by more than what is looked for
     for turn in range(pairs):
         session.say(f"producers' transactions, pair {turn + 1} of {pairs}")
         run: Run = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -47,8 +47,17 @@ def describe_versions(arena: Arena) -> dict[str, str]:
         "pgworker": version("pgworker"),
         "python": platform.python_version(),
         "psycopg": version("psycopg"),
+        "uvloop": _uvloop(),
         "postgresql": str(arena.value("show server_version")),
     }
+
+
+def _uvloop() -> str:
+    """The event loop of the workers, if it is not asyncio's own."""
+    try:
+        return version("uvloop")
+    except PackageNotFoundError:
+        return "none"
 
 
 def describe_settings(arena: Arena) -> dict[str, str]:
