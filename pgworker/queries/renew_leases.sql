@@ -19,7 +19,7 @@ with input as materialized (
 ), done as (
   update {jobs} j set lease_expires_at = (select at from now)
     + (select ttls from ids)[width_bucket(j.id, (select good from ids))] * interval '1 second'
-  where j.id = any((select good from ids)::bigint[]) and j.kind || '' = any(array(select distinct good.kind from good))
+  where j.id = any((select good from ids)::bigint[]) and ((j.id, j.kind) in (select good.id, good.kind from good)) is true   -- as in prune_jobs
   returning j.id, j.cancel_requested_at is not null as cancel_requested
 )
 select i.id, case when d.id is not null then 'done' when h.id is not null then 'expired' when s.id is null then 'lost'

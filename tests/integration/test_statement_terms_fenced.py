@@ -56,6 +56,22 @@ def test_a_write_changes_its_own_row_only(hand: Hand, admin: Admin, write: Write
     assert everything(admin, but=("work", "mine")) == others
 
 
+def test_a_renewal_of_several_kinds_changes_no_row_that_has_one_s_id_and_another_s_kind(
+    hand: Hand, admin: Admin
+) -> None:
+    """Ids are of one sequence; but rows may have been copied."""
+    for key in ("first", "second"):
+        hand.enqueue(key, "r")
+    claims = [*hand.claim(2)]
+    copy_of(admin, "first", kind="copy")
+    copy_of(admin, "second", kind="copy")
+    mixed = [claims[0], claims[1]._replace(kind="copy")]
+    before = everything(admin, but=("", ""))
+    assert renew(hand, mixed) == {claim.id: "done" for claim in mixed}
+    after = everything(admin, but=("", ""))
+    assert {name for name, job in after.items() if job != before[name]} == {("work", "first"), ("copy", "second")}
+
+
 @pytest.mark.parametrize("write", [finish, settle])
 def test_a_row_that_waits_again_is_the_only_one_that_does(hand: Hand, admin: Admin, write: Write) -> None:
     hand.enqueue("mine", payload=1)
