@@ -91,7 +91,7 @@ class Reaper:
             left -= 1
             if in_head and (not page.leased or not left):
                 left, in_head = _TAIL_PAGES, False
-                after = tail if tail[0] > after[0] else after
+                after = tail if tail[0] >= after[0] else after  # (ids of an app's own table have an order of their own)
         self._tails[lane] = after
         return freed
 

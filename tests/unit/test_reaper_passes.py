@@ -23,11 +23,12 @@ class Page(NamedTuple):
 
 
 class Backlog:
-    """A lane of so many ready rows, one a second, of which some are leased; the queue and the database of the test."""
+    """A lane of so many ready rows, of which some are leased; the queue and the database of the test."""
 
-    def __init__(self, rows: int, leased: set[int]) -> None:
+    def __init__(self, rows: int, leased: set[int], *, apart: float = 1.0) -> None:
         self.rows = rows
         self.leased = leased
+        self.apart = timedelta(seconds=apart)
         self.read: list[int] = []
         """With which row each page began."""
 
@@ -44,7 +45,7 @@ class Backlog:
         self.read.append(first)
         if first > last:
             return Reaped(0, 0, 0, None, 0)
-        cursor = (NOON + timedelta(seconds=last), last)
+        cursor = (NOON + last * self.apart, last)
         leased = len(self.leased.intersection(range(first, last + 1)))
         return Reaped(last - first + 1, leased, leased, cursor, leased)
 
@@ -85,9 +86,10 @@ async def test_a_head_that_never_ends_leaves_room_for_the_rest() -> None:
     assert await backlog.passes(2) == [pages(*range(120)), pages(*range(100), *range(120, 140))]
 
 
+@pytest.mark.parametrize("apart", [1.0, 0.0], ids=["one a second", "all at once"])
 @pytest.mark.parametrize("row", [0, 999, 1_000, 22_999, 23_000, 99_999])
-async def test_each_leased_row_is_reached(row: int) -> None:
-    backlog = Backlog(100_000, {row})
+async def test_each_leased_row_is_reached(row: int, apart: float) -> None:
+    backlog = Backlog(100_000, {row}, apart=apart)
     seen = await backlog.passes(6)
     assert row // PAGE * PAGE in {first for each in seen for first in each}
 
