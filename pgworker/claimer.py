@@ -18,7 +18,7 @@ from pgworker.fairness import FIRST_TENANT
 from pgworker.job import URGENCIES, Claim
 from pgworker.outcome import QUEUE_BATCH_LIMIT_EXCEEDED, QUEUE_CLAIM_FAILED, QUEUE_INVALID_CLAIM
 from pgworker.queue import JobsTable, Queue
-from pgworker.statements import Cursor, Due, Lane
+from pgworker.statements import Cursor, Due, Lane, after_claim
 from pgworker.surveys import Surveys
 
 _MOST_BYTES = 32 * 1024 * 1024
@@ -151,7 +151,7 @@ class Lanes:
     def took(self, lane: Lane, claims: Sequence[Claim], limit: int) -> None:
         """A claim of up to `limit` brought these, in the lane's order."""
         if claims and not self.fair:
-            self._places[lane] = (claims[-1].ready_at, claims[-1].id)
+            self._places[lane] = after_claim(claims[-1])
         if len(claims) < limit:
             self._dry.add(lane)
 
@@ -214,8 +214,6 @@ class Claimer:
         preferred = self._next_class()
         poked, self._poked, self._slow = self._poked, False, None
         looked = await self._look(now=poked)
-        if poked and not looked:
-            self._lanes.poke()
         sent_at = time.monotonic()  # after the survey, which may have waited for a connection: that is no lease's time
         claims = await self._claim(preferred, limit)
         if len(claims) < limit and not looked and not self.is_stopping():
@@ -247,10 +245,15 @@ class Claimer:
         """Survey the lanes, if it is time to, or `now` if that may be already; whether there may be news.
 
         A survey passes over all that nobody can claim, which may take too long: dead rows by the million, as long as a
-        session holds an old snapshot. Then whatever is known is claimed from, from where the last claims ended.
+        session holds an old snapshot. Then whatever is known is claimed from, from where the last claims ended; and so
+        it is while there may be none.
         """
         asked_at = time.monotonic()
-        if asked_at < (self._may_look_at if now else self._look_at):
+        if asked_at < self._look_at and not now:
+            return False
+        if asked_at < self._may_look_at:
+            self._look_at = asked_at + _LOOK_SECONDS
+            self._lanes.poke()
             return False
         try:
             dues = await self.surveys.look(self.queue)
@@ -279,13 +282,13 @@ class Claimer:
         """Make no survey for a time, if they take so long."""
         now = time.monotonic()
         self._may_look_at = now + _LOOK_SHARE * max(0.0, seconds - _CHEAP_SECONDS)
-        self._look_at = max(self._may_look_at, now + _LOOK_SECONDS)
+        self._look_at = now + _LOOK_SECONDS
 
     def _due_in(self, *, blind: bool) -> float | None:
         """In how many seconds something that is known comes due, or what is not known may be looked for."""
         now = time.monotonic()
         waits = [due.due_in_seconds for due in self._lanes.dues if due.due_in_seconds is not None]
-        soon = [wait - (now - self._asked_at) for wait in waits if wait > 0]
+        soon = [left for wait in waits if (left := wait - (now - self._asked_at)) > 0]
         if blind:
             soon.append(self._may_look_at - now)
         return max(0.0, min(soon)) if soon else None

@@ -157,10 +157,20 @@ def due(kind: object, urgency: object, priority: object, due_in_seconds: object,
     start = BEGINNING
     match first:
         case (datetime() as ready_at, int(id_)) if ready_at > _EARLIEST:
-            start = (ready_at, id_ - 1)
+            start = (_utc(ready_at), id_ - 1)
         case _:
             pass
     return Due(lane, cast("float | None", due_in_seconds), cast("bool", paused), start)
+
+
+def after_claim(claim: Claim) -> Cursor:
+    """From where on to go on behind a job."""
+    return _utc(claim.ready_at), claim.id
+
+
+def _utc(instant: datetime) -> datetime:
+    """As cursors have it: Python compares instants of one zone by what clocks show, and some hours come twice."""
+    return instant.astimezone(UTC)
 
 
 def read_nothing(_rows: Sequence[Row]) -> None:
@@ -195,7 +205,7 @@ def read_page(rows: Sequence[Row]) -> Reaped:
     if not rows:
         return Reaped(0, 0, 0, None, 0)
     count, done, freed, ready_at, last, leased = rows[0]
-    cursor = (cast("datetime", ready_at), cast("int | str", last))
+    cursor = (_utc(cast("datetime", ready_at)), cast("int | str", last))
     return Reaped(cast("int", count), cast("int", done), cast("int", freed), cursor, cast("int", leased))
 
 

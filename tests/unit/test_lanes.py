@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
 from typing import Any, cast
+from zoneinfo import ZoneInfo
 
 import anyio
 import psycopg
@@ -13,6 +14,7 @@ from pgworker.claimer import Claimer, ClaimRefused, Lanes
 from pgworker.job import Claim
 from pgworker.queue import JobsTable
 from pgworker.statements import BEGINNING, Cursor, Due, Lane
+from pgworker.statements import due as read_due
 from pgworker.surveys import Surveys
 from pgworker.tablemap import TableMap
 from tests.handles import untyped
@@ -98,6 +100,18 @@ def test_a_lane_that_is_not_due_keeps_its_place() -> None:
     lanes.learn([due(FRESH, in_seconds=None)])
     lanes.poke()
     assert lanes.in_turn(0) == [(FRESH, at(4))]
+
+
+def test_places_are_compared_as_instants_in_the_hour_that_clocks_show_twice() -> None:
+    """The driver reads instants in the session's time zone; Python compares those of one zone by the clock's hands."""
+    zone = ZoneInfo("Europe/Berlin")
+    early, late = datetime(2026, 10, 25, 2, 50, tzinfo=zone), datetime(2026, 10, 25, 2, 10, fold=1, tzinfo=zone)
+    assert late < early, "by the hands"
+    lanes = Lanes()
+    lanes.learn([due(FRESH)])
+    lanes.took(FRESH, [claim(FRESH, (late, 1))], 1)
+    lanes.learn([read_due("work", 0, 0, -1.0, False, early, 8)])
+    assert lanes.in_turn(0) == [(FRESH, (datetime(2026, 10, 25, 0, 50, tzinfo=UTC), 7))]
 
 
 def test_a_few_empty_lanes_are_remembered() -> None:
@@ -218,6 +232,40 @@ async def test_costly_looks_are_rare_and_what_is_known_is_claimed_meanwhile(
     clock[0] += 20 * 0.49
     await claimer.round(5)
     assert script.sent == ["claim_jobs", "survey_lanes"]
+
+
+async def test_between_costly_looks_a_job_that_has_come_due_is_claimed_on_time_and_waited_for_no_more(
+    script: Script, claimer: Claimer, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script.survey_seconds = 0.5
+    await claimer.round(5)
+
+    async def look(*_: object) -> list[Due]:
+        clock[0] += 0.5
+        return [due(FRESH, in_seconds=2.0)]
+
+    monkeypatch.setattr(Surveys, "look", look)
+    clock[0] += 10
+    assert (await claimer.round(5)).due_in_seconds == pytest.approx(1.5)
+    clock[0] += 1.5
+    script.ready[FRESH] = 1
+    taken = await claimer.round(5)
+    assert len(taken.claims) == 1
+    assert taken.due_in_seconds == pytest.approx(20 * 0.49 - 1.5)
+
+
+async def test_between_costly_looks_lanes_that_seem_empty_are_claimed_from_in_a_while(
+    script: Script, claimer: Claimer, clock: list[float]
+) -> None:
+    script.survey_seconds = 0.5
+    script.ready = {FRESH: 1, OLD: 1_000}
+    await claimer.round(5)
+    clock[0] += 1
+    await claimer.round(5)  # two that are slow: it is no chance
+    script.ready[FRESH] = 1  # nobody has told
+    assert [each.urgency for each in (await claimer.round(5)).claims] == [1] * 5
+    clock[0] += 0.05
+    assert [each.urgency for each in (await claimer.round(5)).claims] == [0, 1, 1, 1, 1]
 
 
 async def test_a_job_that_comes_due_is_waited_for_from_when_it_was_seen(
