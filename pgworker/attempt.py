@@ -306,7 +306,7 @@ class Attempt:
 
 
 def _job(claim: Claim) -> Job[object]:
-    return Job(  # in the order of its fields: their names would double the time it takes
+    return Job(  # in the order of its fields: names take longer
         claim.kind,
         claim.key,
         claim.revision or None,

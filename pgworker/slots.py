@@ -135,9 +135,8 @@ class Slots:
         """Have tasks begin in the loop's next turn, if there is anything to do for them."""
         if not self._turn_is_due:
             self._turn_is_due = True
-            self._tools.loop.call_soon(
-                self._turn, context=self._context
-            )  # no task inherits what another's handler has set
+            # (with a context, so that no task inherits what another's handler has set)
+            self._tools.loop.call_soon(self._turn, context=self._context)
 
     def _turn(self) -> None:
         """The loop has its turn: whoever has begun a call before is waiting in it. Twice as many begin each time."""

@@ -91,7 +91,7 @@ def _work(app: App, worker: Worker, started: Callable[[], None], waiting: timede
             started()
             await worker.run(startup_timeout=waiting)
 
-    # Each job makes a dozen objects that live until it is written: collections among 700 of them find nothing to free.
+    # Each job makes a dozen objects that live until it is written: most collections at the default rate free nothing.
     gc.set_threshold(10_000)
     gc.freeze()  # what is there now stays to the end: a tenth of a short job's cost was to look through it again
     anyio.run(main, backend_options={"use_uvloop": has_uvloop()})
