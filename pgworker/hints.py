@@ -15,13 +15,15 @@ import os
 import random
 import threading
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from time import monotonic
 from typing import TypeAlias
 
 import psycopg
 from psycopg.rows import TupleRow
+
+from pgworker.db import array_literal
 
 _log = logging.getLogger(__name__)
 
@@ -38,9 +40,12 @@ _NEVER = float("-inf")
 # An id from the snapshot's end on had not ended, or is another server's, for which pg_xact_status would raise an error.
 # No hint is worth waiting for the disk or a standby. The setting is local to the statement: behind a transaction pooler
 # a SET would turn off durability for a stranger.
+# One row tells what is left, as most have been committed: for 64 of them the client's CPU time is 39 us and not 92.
 _SEND = """
-select payload, id, status, pg_catalog.set_config('synchronous_commit', 'off', true),
-       case when status operator(pg_catalog.=) 'committed' then pg_catalog.pg_notify(%s, payload) end
+select pg_catalog.array_agg(array[payload, id, status])
+           filter (where (status operator(pg_catalog.=) 'committed') is not true),
+       pg_catalog.count(case when status operator(pg_catalog.=) 'committed' then pg_catalog.pg_notify(%s, payload) end),
+       pg_catalog.set_config('synchronous_commit', 'off', true)
 from (select payload, id, case
           when id is null then 'committed'
           when id::pg_catalog.xid8 operator(pg_catalog.>=)
@@ -84,13 +89,12 @@ class Outbox:
             del self._waiting[hint]
         return due
 
-    def answer(self, taken: Mapping[Hint, float], statuses: Iterable[tuple[Hint, str | None]], *, now: float) -> None:
-        """Note what the server said of them: committed and so sent, in progress, or (anything else) void."""
-        for hint, status in statuses:
+    def answer(self, taken: Mapping[Hint, float], left: Mapping[Hint, str | None], *, now: float) -> None:
+        """Note what was sent: all but those `left`, whose transactions are in progress, or (any other status) void."""
+        self._sent.update(dict.fromkeys((payload for payload, _ in taken.keys() - left.keys()), now))
+        for hint, status in left.items():
             waited = now - taken[hint]
-            if status == "committed":
-                self._sent[hint[0]] = now
-            elif status == "in progress" and waited < ASK_FOR_SECONDS:
+            if status == "in progress" and waited < ASK_FOR_SECONDS:
                 pause = min(max(FIRST_ASK_SECONDS, waited / 2), LONGEST_ASK_SECONDS)
                 self._waiting[hint] = taken[hint], now + pause
 
@@ -171,7 +175,7 @@ class _Sender:
         if not taken:
             return
         try:
-            rows = self._execute((self._channel, [payload for payload, _ in taken], [id_ for _, id_ in taken]))
+            left = self._execute([payload for payload, _ in taken], [id_ for _, id_ in taken])
         except (psycopg.Error, OSError) as error:
             # Class and code only: the text of a database error may quote the connection string or values.
             code = error.sqlstate if isinstance(error, psycopg.Error) else None
@@ -180,22 +184,23 @@ class _Sender:
             self._quiet_until = monotonic() + _PAUSE_SECONDS * random.uniform(0.5, 1.0)  # noqa: S311 - guards nothing
             return
         with self._changed:
-            self._outbox.answer(taken, ((row[:2], row[2]) for row in rows), now=monotonic())
+            self._outbox.answer(taken, left, now=monotonic())
         if self._troubled:
             self._troubled = False
             _log.info("hints are sent again")
 
-    def _execute(self, arguments: tuple[object, ...]) -> list[TupleRow]:
-        """Run the statement; a connection that broke while nobody used it is replaced once, on the spot."""
+    def _execute(self, payloads: Sequence[str], ids: Sequence[str | None]) -> dict[Hint, str | None]:
+        """Send the hints; the status of those that were not. A connection that broke in between is replaced once."""
+        arguments = self._channel, array_literal(payloads), array_literal(ids)
         if self._connection is not None:
             try:
-                return self._connection.execute(_SEND, arguments).fetchall()
+                return _left(self._connection.execute(_SEND, arguments))
             except psycopg.OperationalError:
                 if not self._connection.broken:
                     raise
                 self._disconnect()
         self._connection = psycopg.connect(self._conninfo, autocommit=True, prepare_threshold=None)
-        return self._connection.execute(_SEND, arguments).fetchall()
+        return _left(self._connection.execute(_SEND, arguments))
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -207,6 +212,11 @@ class _Sender:
         if not self._troubled:
             self._troubled = True
             _log.warning("hints cannot be sent error=%s; workers find jobs by polling meanwhile", what)
+
+
+def _left(cursor: psycopg.Cursor[TupleRow]) -> dict[Hint, str | None]:
+    ((left, *_),) = cursor.fetchall()
+    return {(payload, id_): status for payload, id_, status in left or ()}
 
 
 class Hints:
