@@ -91,7 +91,7 @@ def _compare_with_pgqueuer(report: bench.Json) -> None:
 def _text(report: bench.Json) -> str:
     parts: list[str] = []
     if "results" in report:
-        parts += [bench.as_text(bench.result_rows(report)), "\n".join(bench.remarks(report))]
+        parts += [bench.facts(report), bench.as_text(bench.result_rows(report)), "\n".join(bench.remarks(report))]
     if "peers" in report:
         parts.append(bench.as_text(bench.peer_rows(report), bench.PEER_HEADINGS))
     return "\n\n".join(parts)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from pgworker.bench.app import NOOP, PAYLOAD
+from pgworker.bench.app import CONCURRENCY, NOOP, PAYLOAD, PREFETCH
 from pgworker.bench.arena import Arena, new_schema, open_arena
 from pgworker.bench.floors import BATCH
 from pgworker.bench.meter import Meter
@@ -136,10 +136,10 @@ class Drains:
         ratios = [each.ratio for each in rounds]
         checks = (
             at_least("share of the raw-SQL floor", median(ratios), 0.7, floor=1.0),
-            noted("jobs/s", _rate(rounds), unit="1/s", floor=_floor_rate(rounds)),
+            noted("rate", _rate(rounds), unit="jobs/s", floor=_floor_rate(rounds)),
             noted("spread of the share", spread(ratios)),
         )
-        return Result("P1", "Drain, one worker", self._variant(), checks, _runs(rounds))
+        return Result("P1", "Drain, one worker", self._variant(), checks, _runs(rounds), self._conditions())
 
     def p2(self, cores: int) -> Result:
         """What a second worker adds, against what a second loop adds."""
@@ -153,7 +153,7 @@ class Drains:
             checks.insert(0, at_least("gain by a second worker", median(gains), 1.6, floor=median(of_floor)))
         else:
             checks.append(noted("gain by a second worker", median(gains), floor=median(of_floor)))
-        checks.append(noted("jobs/s, two workers", _rate(self._rounds[2]), floor=_floor_rate(self._rounds[2])))
+        checks.append(noted("rate", _rate(self._rounds[2]), unit="jobs/s", floor=_floor_rate(self._rounds[2])))
         return Result("P2", "Drain, two workers", self._variant(), tuple(checks), _runs(self._rounds[2]))
 
     def p3(self) -> Result:
@@ -173,6 +173,12 @@ class Drains:
             noted("transactions", middle(subjects, "transactions"), unit="1/job", floor=middle(floors, "transactions")),
         )
         return Result("P3", "Cost of a job", self._variant(), checks, _runs(self._rounds[1]))
+
+    def _conditions(self) -> str:
+        ours = (
+            f"{self._session.sizes.drained:,} keyed jobs a drain, {CONCURRENCY} at once and {PREFETCH:,} claimed ahead"
+        )
+        return f"{ours}; the floor has batches of {BATCH}"
 
     def _variant(self) -> str:
         return self._session.variant("drained")
@@ -216,10 +222,12 @@ def p8(session: Session) -> Result:
     ratios = [ours / theirs for ours, theirs in zip(others, alone, strict=True)]
     checks = (
         paired_at_least("share of a drain without them", ratios, 0.95, floor=1.0),
-        noted("jobs/s", median(others), unit="1/s", floor=median(alone)),
+        noted("rate", median(others), unit="jobs/s", floor=median(alone)),
     )
     variant = session.variant("future", "finished", "expired", "drained", "pairs")
-    return Result("P8", "Drain among future and finished rows", variant, checks, tuple(runs))
+    ballast = f"{sizes.future:,} planned and {sizes.finished:,} finished jobs"
+    note = f"as P1, among {ballast}, and {sizes.expired:,} that retention is to delete"
+    return Result("P8", "Drain among future and finished rows", variant, checks, tuple(runs), note)
 
 
 def _add_ballast(session: Session, arena: Arena) -> None:

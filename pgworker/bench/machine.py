@@ -28,11 +28,12 @@ _FILLFACTOR: Final = "select array_to_string(reloptions, ', ') from pg_class whe
 
 def describe_machine() -> dict[str, object]:
     """The processor, the memory, the system."""
+    kib = _field("/proc/meminfo", "MemTotal").split()
     return {
         "cores": cores(),
         "processor": _field("/proc/cpuinfo", "model name") or platform.processor(),
-        "memory": _field("/proc/meminfo", "MemTotal"),
-        "system": platform.platform(),
+        "memory": f"{int(kib[0]) / 1024**2:.0f} GiB" if kib else "",
+        "system": platform.system(),
     }
 
 

@@ -37,10 +37,10 @@ def p10(session: Session) -> Result:
         return median(seen) if seen else None
 
     checks = (
-        at_most(f"statements/s, {MANY} kinds", usual("statements_per_second", MANY), 1.2),
-        at_most("statements/s, one kind", usual("statements_per_second", 1), 1.2),
-        at_most(f"CPU, {MANY} kinds", usual("cpu_percent", MANY), 1.0, unit="%"),
-        noted("CPU, one kind", usual("cpu_percent", 1), unit="%"),
+        at_most(f"statements, {MANY} kinds", usual("statements_per_second", MANY), 1.2, unit="1/s"),
+        at_most("statements, one kind", usual("statements_per_second", 1), 1.2, unit="1/s"),
+        at_most(f"CPU, {MANY} kinds", usual("cpu_percent", MANY), 1.0, unit="% of a core"),
+        noted("CPU, one kind", usual("cpu_percent", 1), unit="% of a core"),
     )
     note = "statements are counted by the database, for all who are at work in it"
     return Result("P10", "Idle worker", session.variant("idle_seconds"), checks, tuple(runs), note)
@@ -81,7 +81,8 @@ def p12(session: Session) -> Result:
         noted("at its peak", after.peak / _MIB, unit="MiB", floor=before.peak / _MIB),
         noted("a job", (after.now - before.now) / count / 1024, unit="KiB"),
     )
-    return Result("P12", "Memory with jobs in flight", session.variant("in_flight"), checks, _run(before, after))
+    note = f"{count:,} jobs; the floor is the process without them"
+    return Result("P12", "Memory with jobs in flight", session.variant("in_flight"), checks, _run(before, after), note)
 
 
 def _memory(pid: int) -> Memory:

@@ -10,10 +10,11 @@ import msgspec
 
 from pgworker.bench.results import Check, Result
 from pgworker.bench.run import Report
+from pgworker.bench.session import QUICK
 
 Json: TypeAlias = dict[str, object]
 
-HEADINGS: Final = ("", "what", "figure", "target", "floor", "verdict")
+HEADINGS: Final = ("", "what", "unit", "figure", "floor", "target", "verdict")
 PEER_FIGURES: Final = {
     "one_worker": "jobs/s, 1 worker",
     "two_workers": "2 workers",
@@ -34,6 +35,7 @@ _BIG: Final = 999.5
 _SMALL: Final = 0.0001
 _SIGNS: Final = {"at least": ">=", "at most": "<="}
 _VERDICTS: Final = {True: "met", False: "missed", None: ""}
+_TEXTS: Final = {"what", "unit", "verdict"}
 
 
 # --- JSON -----------------------------------------------------------------------------------------------------------
@@ -71,12 +73,13 @@ def _result(result: Result) -> Json:
 
 
 def result_rows(report: Mapping[str, object]) -> list[tuple[str, ...]]:
-    """The rows of the main table, from the JSON: one for each check, and one for what has none."""
+    """The rows of the main table, from the JSON: one for each scenario and check. A tiny run gets no verdicts."""
     rows: list[tuple[str, ...]] = []
+    judged = not str(report["sizes"]).startswith(QUICK.name)
     for name, result in results_of(report).items():
-        verdict = str(result["missing"]) or _VERDICTS[cast("bool | None", result["met"])]
-        rows.append((name, str(result["title"]), "", "", "", verdict))
-        rows += [_check_row(each) for each in cast("list[Json]", result["checks"])]
+        verdict = str(result["missing"]) or _VERDICTS[cast("bool | None", result["met"]) if judged else None]
+        rows.append((name, str(result["title"]), "", "", "", "", verdict))
+        rows += [_check_row(each, judged=judged) for each in cast("list[Json]", result["checks"])]
     return rows
 
 
@@ -110,15 +113,14 @@ def peer_rows(report: Mapping[str, object]) -> list[tuple[str, ...]]:
     return rows
 
 
-def _check_row(values: Json) -> tuple[str, ...]:
+def _check_row(values: Json, *, judged: bool) -> tuple[str, ...]:
     check = msgspec.convert(values, Check)
-    unit = f" {check.unit}" if check.unit else ""
     target = "" if check.bound is None or check.target is None else f"{_SIGNS[check.bound]} {number(check.target)}"
-    value = "?" if check.value is None else f"{number(check.value)}{unit}"
+    value = "?" if check.value is None else number(check.value)
     if check.interval is not None:
         value += f" ({number(check.interval[0])} to {number(check.interval[1])})"
     floor = "" if check.floor is None else number(check.floor)
-    return "", f"  {check.what}", value, target, floor, _VERDICTS[check.met]
+    return "", f"  {check.what}", check.unit, value, floor, target, _VERDICTS[check.met if judged else None]
 
 
 def number(value: float) -> str:
@@ -153,4 +155,4 @@ def as_markdown(rows: Sequence[Sequence[str]], headings: Sequence[str] = HEADING
 
 def _texts(headings: Sequence[str]) -> set[int]:
     """The columns that hold texts: the names, and the words of the main table."""
-    return {0} | {column for column, heading in enumerate(headings) if heading in {"what", "verdict"}}
+    return {0} | {column for column, heading in enumerate(headings) if heading in _TEXTS}

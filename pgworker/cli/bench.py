@@ -66,7 +66,9 @@ def bench(
             )
         )
         say("")
-        typer.echo("\n".join([suite.as_text(suite.result_rows(report)), "", *suite.remarks(report)]))
+        typer.echo(
+            "\n".join([suite.facts(report), "", suite.as_text(suite.result_rows(report)), "", *suite.remarks(report)])
+        )
         if output is not None:
             output.write_text(json.dumps(report, indent=2) + "\n")
 

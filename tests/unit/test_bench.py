@@ -181,14 +181,14 @@ REPORT = to_json(
         machine={"cores": 2},
         versions={"pgworker": "1.2"},
         settings={"fsync": "on"},
-        sizes="quick",
+        sizes="full",
         made_at=datetime(2026, 1, 2, tzinfo=UTC),
         results=[
             Result(
                 "P1",
                 "Drain",
                 "reduced: drained 10",
-                (at_least("share | part", 0.7512, 0.7, floor=1.0), noted("jobs/s", 18_765.4, unit="1/s")),
+                (at_least("share | part", 0.7512, 0.7, floor=1.0), noted("rate", 18_765.4, unit="jobs/s")),
                 ({"subject_jobs_per_second": 18_765.4},),
             ),
             Result("P8", "Drain among others", "full", (paired_at_least("share", [0.96], 0.95),)),
@@ -213,25 +213,30 @@ def test_the_json_has_the_headline_and_every_run() -> None:
 
 def test_a_row_for_each_scenario_and_each_check() -> None:
     assert result_rows(REPORT) == [
-        ("P1", "Drain", "", "", "", "met"),
-        ("", "  share | part", "0.751", ">= 0.7", "1", "met"),
-        ("", "  jobs/s", "18,765 1/s", "", "", ""),
-        ("P8", "Drain among others", "", "", "", "met"),
-        ("", "  share", "0.96 (0.96 to 0.96)", ">= 0.95", "", "met"),
-        ("P11", "Fairness", "", "", "", "not built"),
+        ("P1", "Drain", "", "", "", "", "met"),
+        ("", "  share | part", "", "0.751", "1", ">= 0.7", "met"),
+        ("", "  rate", "jobs/s", "18,765", "", "", ""),
+        ("P8", "Drain among others", "", "", "", "", "met"),
+        ("", "  share", "", "0.96 (0.96 to 0.96)", "", ">= 0.95", "met"),
+        ("P11", "Fairness", "", "", "", "", "not built"),
     ]
     assert remarks(REPORT) == ["P1: reduced: drained 10"]
+
+
+def test_a_tiny_run_gets_no_verdicts() -> None:
+    verdicts = {row[-1] for row in result_rows({**REPORT, "sizes": "quick, 200 jobs"})}
+    assert verdicts == {"", "not built"}
 
 
 def test_what_could_not_be_measured_is_no_figure() -> None:
     checks = (at_most("cpu", None, 35, unit="us"), Check("n", 1.0))
     report = to_json(Report({}, {}, {}, "", datetime.now(UTC), [Result("P3", "Cost", "full", checks)]))
-    assert result_rows(report)[1] == ("", "  cpu", "?", "<= 35", "", "")
+    assert result_rows(report)[1] == ("", "  cpu", "us", "?", "", "<= 35", "")
 
 
 def test_the_text_is_aligned() -> None:
-    lines = as_text([("P1", "a", "1", "", "", "met"), ("", "bb", "100", "", "", "")]).splitlines()
-    assert lines[0].startswith("    what  figure")
+    lines = as_text([("P1", "a", "", "1", "", "", "met"), ("", "bb", "", "100", "", "", "")]).splitlines()
+    assert lines[0].startswith("    what  unit  figure")
     assert set(lines[1]) == {"-"}
     assert lines[2].endswith("met")
     assert lines[2].index("1", 3) == lines[3].index("100") + 2
@@ -239,8 +244,8 @@ def test_the_text_is_aligned() -> None:
 
 def test_markdown_has_one_line_a_row_and_escapes_what_would_part_cells() -> None:
     lines = as_markdown(result_rows(REPORT)).splitlines()
-    assert lines[1] == "| :--- | :--- | ---: | ---: | ---: | :--- |"
-    assert lines[3] == "|  | share \\| part | 0.751 | >= 0.7 | 1 | met |"
+    assert lines[1] == "| :--- | :--- | :--- | ---: | ---: | ---: | :--- |"
+    assert lines[3] == "|  | share \\| part |  | 0.751 | 1 | >= 0.7 | met |"
     assert len(lines) == 8
 
 
@@ -249,7 +254,7 @@ def test_the_facts_say_where_and_when() -> None:
         "- machine: cores 2",
         "- versions: pgworker 1.2",
         "- settings: fsync on",
-        "- made at: 2026-01-02T00:00:00+00:00, quick",
+        "- made at: 2026-01-02T00:00:00+00:00, full",
     ]
 
 
