@@ -12,7 +12,7 @@ from pgworker.errors import ConfigError
 from pgworker.events import Events
 from pgworker.kind import Apply, Eligible, Handler, Kind, declare_kind, handled_kind
 from pgworker.middleware import Middleware
-from pgworker.policy import UNLIMITED, Facts, Lease, Policy, PolicyOptions, Stop, make_policy
+from pgworker.policy import Facts, Lease, Policy, PolicyOptions, Stop, make_policy
 from pgworker.registry import Registry
 from pgworker.retry import Backoff
 from pgworker.syncapp import SyncApp
@@ -105,13 +105,13 @@ class App(AsyncApp):
             preset,
             {
                 "batch": batch,
-                "window": _duration(window),
+                "window": window,
                 "concurrency": concurrency,
                 "prefetch": prefetch,
                 "max_attempts": max_attempts,
                 "max_evictions": max_evictions,
-                "timeout": _duration(timeout),
-                "poll": _duration(poll),
+                "timeout": timeout,
+                "poll": poll,
                 "lease": lease,
                 "backoff": backoff,
                 "stop": stop,
@@ -121,12 +121,15 @@ class App(AsyncApp):
                 "fair": fair,
                 "supersede": supersede,
                 "results": results,
-                "result_ttl": _duration(result_ttl),
-                "keep": _unless_unlimited(keep),
-                "keep_failed": _unless_unlimited(keep_failed),
+                "result_ttl": result_ttl,
+                "keep": keep,
+                "keep_failed": keep_failed,
                 "facts": facts,
             },
         )
+        if window and not batch:
+            msg = f"kind {name!r}: window= is for batches, give batch= with it"
+            raise ConfigError(msg)
 
         def register(handler: H) -> H:
             self._registry.add(
@@ -161,7 +164,7 @@ class App(AsyncApp):
         queue: TableQueue | None = None,
     ) -> None:
         """Make a kind known that is enqueued here and handled elsewhere; the options must be those given there."""
-        options: dict[str, object] = {"supersede": supersede, "fair": fair, "result_ttl": _duration(result_ttl)}
+        options: dict[str, object] = {"supersede": supersede, "fair": fair, "result_ttl": result_ttl}
         options["facts"] = facts
         policy = _policy("standard", options)
         self._registry.add(
@@ -181,14 +184,6 @@ class App(AsyncApp):
     async def run(self, kinds: Sequence[str] | None = None) -> None:
         """Work until cancelled; then stop as the kinds' policies say. See Worker.run."""
         await self.worker(kinds).run()
-
-
-def _duration(value: timedelta | float | None) -> timedelta | None:
-    return timedelta(seconds=value) if isinstance(value, (int, float)) else value
-
-
-def _unless_unlimited(value: timedelta | float | None) -> timedelta | int | None:
-    return UNLIMITED if value == UNLIMITED else _duration(value)
 
 
 def _policy(preset: str, options: dict[str, object]) -> Policy:

@@ -125,8 +125,8 @@ def handled_kind(
 
 
 def _check_version(version: int) -> None:
-    if not 1 <= version <= _MAX_VERSION:
-        msg = f"a kind's version is 1 to {_MAX_VERSION}, got {version}"
+    if not isinstance(cast("object", version), int) or not 1 <= version <= _MAX_VERSION:
+        msg = f"a kind's version is 1 to {_MAX_VERSION}, got {version!r}"
         raise ConfigError(msg)
 
 

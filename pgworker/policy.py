@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from types import NoneType
 from typing import Any, Literal, TypeAlias, TypedDict, cast, get_args
 
 from pgworker.errors import ConfigError
@@ -28,6 +27,10 @@ def _check(*, holds: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+def _check_time(name: str, value: object) -> None:
+    _check(holds=isinstance(value, timedelta), message=f"{name} must be a timedelta, got {value!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     """For how long a claim owns its jobs, and how often that is renewed (None: it covers the whole run instead)."""
@@ -36,8 +39,10 @@ class Lease:
     heartbeat: timedelta | None
 
     def __post_init__(self) -> None:
+        _check_time("a lease's ttl", self.ttl)
         _check(holds=timedelta(0) < self.ttl <= _LONGEST, message=f"a lease lasts more than nothing, got {self.ttl}")
         if self.heartbeat is not None:
+            _check_time("a lease's heartbeat", self.heartbeat)
             _check(
                 holds=timedelta(0) < self.heartbeat <= self.ttl / 3,
                 message=f"a heartbeat must be at most a third of the lease ({self.ttl}), got {self.heartbeat}: "
@@ -47,6 +52,7 @@ class Lease:
     @classmethod
     def renew(cls, ttl: timedelta, heartbeat: timedelta | None = None) -> Lease:
         """A short lease that is renewed while the handler runs; the heartbeat is a third of it unless given."""
+        _check_time("a lease's ttl", ttl)
         return cls(ttl, heartbeat if heartbeat is not None else ttl / 3)
 
     @classmethod
@@ -64,6 +70,8 @@ class Stop:
 
     def __post_init__(self) -> None:
         _check(holds=self.mode in ("drain", "release"), message=f"on stop: drain or release, got {self.mode!r}")
+        if self.grace is not None:
+            _check_time("a stop's grace", self.grace)
         _check(holds=self.grace is None or self.grace >= timedelta(0), message="a grace is not negative")
 
 
@@ -245,14 +253,14 @@ PRESETS: dict[str, Policy] = {
 
 
 class PolicyOptions(TypedDict, total=False):
-    """The parts of a policy that a kind may give; None or zero leaves the preset's."""
+    """The parts of a policy that a kind may give, numbers for times as seconds; None or zero leaves the preset's."""
 
     concurrency: int
     batch: int
     prefetch: int
-    window: timedelta
-    poll: timedelta
-    timeout: timedelta | None
+    window: timedelta | float
+    poll: timedelta | float
+    timeout: timedelta | float | None
     lease: Lease | None
     max_attempts: int | None
     max_evictions: int | None
@@ -265,37 +273,43 @@ class PolicyOptions(TypedDict, total=False):
     fair: bool
     supersede: Literal["now", "wait"]
     results: Literal["poll", "notify"]
-    result_ttl: timedelta | None
-    keep: timedelta | int | None
-    keep_failed: timedelta | int | None
+    result_ttl: timedelta | float | None
+    keep: timedelta | float | None
+    keep_failed: timedelta | float | None
 
 
 UNLIMITED = -1
 """For what may have no limit at all (None and zero mean the preset's)."""
 _MAY_BE_UNLIMITED = frozenset({"max_attempts", "max_evictions", "keep", "keep_failed"})
 
+_COUNT, _LIMIT = f"a whole number up to {MAX_BATCH}", "a whole number, or -1 for no limit"
+_TIME, _KEPT = "seconds or a timedelta", "seconds, a timedelta, or -1 for ever"
+_TAKES: dict[str, tuple[tuple[type, ...], str]] = {
+    **dict.fromkeys(("concurrency", "batch", "prefetch"), ((int,), _COUNT)),
+    **dict.fromkeys(("max_attempts", "max_evictions"), ((int,), _LIMIT)),
+    **dict.fromkeys(("window", "poll", "timeout", "result_ttl"), ((timedelta, int, float), _TIME)),
+    **dict.fromkeys(("keep", "keep_failed"), ((timedelta, int, float), _KEPT)),
+    **dict.fromkeys(("singly", "fair"), ((bool,), "True or False")),
+    "lease": ((Lease,), "a Lease"),
+    "backoff": ((Backoff,), "a Backoff"),
+    "stop": ((Stop,), "a Stop"),
+    **{name: ((str,), f"one of {', '.join(choices)}") for name, choices in _CHOICES.items()},
+    "weights": ((tuple,), "two numbers of rounds, such as (4, 1)"),
+}
+"""The types of each option, and how they are told."""
+
 
 def make_policy(preset: str, options: PolicyOptions) -> Policy:
     """The preset with the options that were given; a covering lease that was not given grows with timeout and batch."""
-    if preset not in PRESETS:
+    if preset not in tuple(PRESETS):
         msg = f"no preset {preset!r}; there are {', '.join(sorted(PRESETS))}"
         raise ConfigError(msg)
     base = PRESETS[preset]
-    for name, kind in (("lease", Lease), ("backoff", Backoff), ("stop", Stop)):
-        if not isinstance(options.get(name), (kind, NoneType)):
-            msg = f"{name} must be a {kind.__name__}, got {options.get(name)!r}"
-            raise ConfigError(msg)
-    for name, value in options.items():
-        if isinstance(value, int) and value < 0 and not (value == UNLIMITED and name in _MAY_BE_UNLIMITED):
-            msg = f"{name} must not be negative, got {value}"
-            raise ConfigError(msg)
-        if isinstance(value, timedelta) and value < timedelta(0):
-            msg = f"{name} must not be negative, got {value}"
-            raise ConfigError(msg)
+    read = {name: _read(name, value) for name, value in options.items() if value is not None}
     given = {
         name: None if value == UNLIMITED else value
-        for name, value in options.items()
-        if value or (name == "window" and value is not None)  # no window at all is a fair wish; no limit of zero is
+        for name, value in read.items()
+        if value or name == "window"  # no window at all is a fair wish; no limit of zero is not
     }
     if base.lease.heartbeat is None and "lease" not in given:
         timeout = cast("timedelta | None", given.get("timeout", base.timeout))
@@ -305,3 +319,24 @@ def make_policy(preset: str, options: PolicyOptions) -> Policy:
         )
         given["lease"] = Lease.cover(max(base.lease.ttl, needed))
     return replace(base, **cast("Any", given))
+
+
+def _read(name: str, value: object) -> object:
+    """An option as a policy has it: seconds are a time. Raises ConfigError for what the option does not take."""
+    types, takes = _TAKES[name]
+    fits = isinstance(value, types) and (types == (bool,) or not isinstance(value, bool))
+    if fits and value == UNLIMITED and name in _MAY_BE_UNLIMITED:
+        return UNLIMITED
+    read = value
+    if fits and timedelta in types and isinstance(value, (int, float)):
+        try:
+            read = timedelta(seconds=value)
+        except (ValueError, OverflowError):  # no number, or one that is no time
+            fits = False
+    if isinstance(read, timedelta):
+        fits = timedelta(0) <= read <= _LONGEST
+        takes = f"{takes} (at most {_LONGEST.days} days)"
+    elif isinstance(read, int):
+        fits = fits and read >= 0
+    _check(holds=fits, message=f"{name}: {takes}; got {value!r}")
+    return read

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from decimal import Decimal
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -24,8 +24,8 @@ _STRING_OR_EXPONENT: Final = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|-?[0-9]+(?:\
 
 def codec_for(declared: object, *, limit: int = DEFAULT_LIMIT_BYTES) -> Codec:
     """Return the codec of a type; ConfigError for a type that cannot be carried, or a limit that cannot be kept."""
-    if not 1 <= limit <= _MAX_LIMIT_BYTES:
-        msg = f"a payload limit is 1 to {_MAX_LIMIT_BYTES} bytes, got {limit}"
+    if not isinstance(cast("object", limit), int) or not 1 <= limit <= _MAX_LIMIT_BYTES:
+        msg = f"a payload limit is 1 to {_MAX_LIMIT_BYTES} bytes, got {limit!r}"
         raise ConfigError(msg)
     if declared is object:
         declared = Any  # the same to us; msgspec would call the hook for each value

@@ -972,5 +972,5 @@ async def test_a_worker_deletes_what_is_past_its_time(
 
 @pytest.mark.ruling("2.14")
 def test_a_time_to_live_is_positive(app: App) -> None:
-    with pytest.raises(ConfigError, match="result_ttl must not be negative"):
+    with pytest.raises(ConfigError, match=r"result_ttl: seconds or a timedelta .*; got -1"):
         app.declare("work", result_ttl=-1)

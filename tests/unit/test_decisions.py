@@ -380,7 +380,7 @@ def test_what_a_kind_may_not_give(name: str) -> None:
 @pytest.mark.parametrize("name", ["max_attempts", "max_evictions"])
 def test_no_limit_is_minus_one_and_nothing_below(name: str) -> None:
     options: Any = {name: -2}
-    with pytest.raises(ConfigError, match=f"{name} must not be negative, got -2"):
+    with pytest.raises(ConfigError, match=f"{name}: a whole number, or -1 for no limit; got -2"):
         make_policy("standard", options)
 
 

@@ -118,6 +118,51 @@ def test_choices_and_weights_that_there_are_not_are_refused(options: Any) -> Non
         make_policy("standard", options)
 
 
+@pytest.mark.contract("A44")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"keep": "7d"}, "keep: seconds, a timedelta, or -1 for ever; got '7d'"),
+        ({"keep": -2}, "keep: seconds, a timedelta, or -1 for ever (at most 3650 days); got -2"),
+        ({"keep_failed": True}, "keep_failed: seconds, a timedelta, or -1 for ever; got True"),
+        ({"result_ttl": -1}, "result_ttl: seconds or a timedelta (at most 3650 days); got -1"),
+        ({"timeout": "30"}, "timeout: seconds or a timedelta; got '30'"),
+        ({"timeout": float("nan")}, "timeout: seconds or a timedelta; got nan"),
+        ({"poll": float("inf")}, "poll: seconds or a timedelta; got inf"),
+        ({"window": "0.5", "batch": 2}, "window: seconds or a timedelta; got '0.5'"),
+        ({"window": 1}, "kind 'work': window= is for batches, give batch= with it"),
+        ({"concurrency": "10"}, "concurrency: a whole number up to 10000; got '10'"),
+        ({"concurrency": 2.5}, "concurrency: a whole number up to 10000; got 2.5"),
+        ({"batch": True}, "batch: a whole number up to 10000; got True"),
+        ({"prefetch": "5"}, "prefetch: a whole number up to 10000; got '5'"),
+        ({"max_attempts": "3"}, "max_attempts: a whole number, or -1 for no limit; got '3'"),
+        ({"fair": "no"}, "fair: True or False; got 'no'"),
+        ({"singly": 1, "batch": 2}, "singly: True or False; got 1"),
+        ({"weights": "41"}, "weights: two numbers of rounds, such as (4, 1); got '41'"),
+        ({"facts": ["all"]}, "facts: one of all, exceptional, none; got ['all']"),
+        ({"lease": 30}, "lease: a Lease; got 30"),
+        ({"preset": ["pool"]}, "no preset ['pool']; there are content, dispatch, pool, simple, standard"),
+        ({"version": "2"}, "a kind's version is 1 to 32767, got '2'"),
+        ({"payload_limit": "1MB"}, f"a payload limit is 1 to {255 * 2**20} bytes, got '1MB'"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_told_what_it_takes(options: Any, told: str) -> None:
+    app = App("")
+    with pytest.raises(ConfigError) as refused:
+
+        @app.kind("work", **options)
+        def handler(_: Any) -> None: ...
+
+    assert str(refused.value) == told
+    assert app.kinds == {}
+
+
+@pytest.mark.parametrize("make", [lambda: Lease.renew(30), lambda: Lease.cover("1h"), lambda: Stop("drain", 25)])  # type: ignore[arg-type]
+def test_the_times_of_a_policy_are_timedeltas(make: Any) -> None:
+    with pytest.raises(ConfigError, match="must be a timedelta"):
+        make()
+
+
 @pytest.mark.parametrize("weights", [(4, 1), (1, 0), (0, 1), (10_000, 10_000)])
 def test_weights_that_give_one_class_a_turn_at_least(weights: tuple[int, int]) -> None:
     assert make_policy("standard", {"weights": weights}).weights == weights
@@ -184,9 +229,9 @@ def test_for_how_long_a_kind_keeps_its_jobs() -> None:
     assert kept("duration", keep=timedelta(days=1)) == (timedelta(days=1), month)
     assert kept("forever", keep=-1, keep_failed=-1) == (None, None)
     for wrong in (-2, -0.5, timedelta(seconds=-1), timedelta(days=3651)):
-        with pytest.raises(ConfigError, match="keep must"):
+        with pytest.raises(ConfigError, match="keep: seconds, a timedelta, or -1 for ever"):
             kept("wrong", keep=wrong)
-        with pytest.raises(ConfigError, match="keep_failed must"):
+        with pytest.raises(ConfigError, match="keep_failed: seconds, a timedelta, or -1 for ever"):
             kept("wrong", keep_failed=wrong)
 
 
