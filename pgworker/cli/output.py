@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 _BREAK = re.compile(r"\s*[\r\n]+\s*")
 _UNPRINTABLE = re.compile("[\x7f-\xa0\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]")
 _WIDE = 200  # columns of a table that no terminal shows: a program or a pager gets each row on one line
+_ANY_WIDTH = 10_000
+_NOTHING = ("", "-")  # cells that say nothing
 
 _MINUTE, _HOUR, _DAY = 60, 3600, 86_400
 
@@ -67,6 +69,39 @@ def table(headings: Sequence[str], *, numbers: Collection[str] = (), texts: Coll
         side: Literal["left", "right"] = "right" if heading in numbers else "left"
         made.add_column(heading, justify=side, overflow="fold", no_wrap=heading not in texts)
     return made
+
+
+def print_table(shown: Table, *, names: int) -> None:
+    """Print a table whose first columns are names, which are never folded: they are there to be copied.
+
+    Where it is too wide for that, the names of each row have a line of their own, and the rest of it is below.
+    """
+    from rich.padding import Padding
+
+    out = console()
+    if _least_width(shown, out) <= out.width:
+        out.print(shown)
+        return
+    headings = [str(column.header) for column in shown.columns]
+    out.print()
+    for row, *cells in zip(shown.rows, *(map(str, column.cells) for column in shown.columns), strict=True):
+        together = "  ".join(cells[:names])
+        for line in [together] if len(together) < out.width else cells[:names]:
+            out.print(f" {line}", style=row.style, soft_wrap=True)
+        rest = list(zip(headings, cells, strict=True))[names:]
+        said = "; ".join(f"{heading} {cell}" for heading, cell in rest if cell not in _NOTHING)
+        out.print(Padding(said, (0, 0, 0, 3), expand=False), style=row.style)
+    out.print()
+
+
+def _least_width(shown: Table, out: Console) -> int:
+    """How wide a table is when nothing is folded but its texts, and those between words."""
+    from rich.measure import Measurement
+
+    for column in shown.columns:
+        if column.no_wrap:
+            column.min_width = max(len(str(cell)) for cell in (column.header, *column.cells))
+    return Measurement.get(out, out.options.update(max_width=_ANY_WIDTH), shown).minimum
 
 
 def age(seconds: float) -> str:

@@ -12,7 +12,7 @@ from pgworker.cli.database import connected, settings
 from pgworker.cli.errors import Code, reported
 from pgworker.cli.logs import log_to_stderr
 from pgworker.cli.options import Debug, Dsn, Json, Schema
-from pgworker.cli.output import age, console, plain, print_json, say, table
+from pgworker.cli.output import age, plain, print_json, print_table, say, table
 from pgworker.cli.report import KindRow, Report, RunnerRow, make_report, tell_pause
 from pgworker.db import send_sync, session_settings
 from pgworker.operations import LAG_BOUND, Lag, count_jobs, count_lag, list_pauses
@@ -93,23 +93,23 @@ def _print(report: Report) -> None:
 
 def _print_kinds(rows: Sequence[KindRow]) -> None:
     states = [state for state in rows[0].counts if state in _ALWAYS or any(row.counts[state] for row in rows)]
-    shown = table(["kind", *states], numbers=states, texts=["kind"])
+    shown = table(["kind", *states], numbers=states)
     for row in rows:
         cells = [_count(count, bounded=state in row.at_least) for state, count in row.counts.items() if state in states]
         shown.add_row(plain(row.kind), *cells)
-    console().print(shown)
+    print_table(shown, names=1)
 
 
 def _print_lag(rows: Sequence[Lag]) -> None:
     numbers = ["pending", "ready", "oldest ready"]
-    shown = table(["kind", "urgency", *numbers], numbers=numbers, texts=["kind"])
+    shown = table(["kind", "urgency", *numbers], numbers=numbers)
     for row in rows:
         counts = (
             _count(row.pending, bounded=not row.pending_exact), _count(row.ready, bounded=not row.ready_exact)
         )  # fmt: skip
         oldest = "" if row.oldest_seconds is None else age(row.oldest_seconds)
         shown.add_row(plain(row.kind), row.urgency, *counts, oldest)
-    console().print(shown)
+    print_table(shown, names=1)
 
 
 def _count(count: int, *, bounded: bool) -> str:
@@ -117,10 +117,10 @@ def _count(count: int, *, bounded: bool) -> str:
 
 
 def _print_runners(rows: Sequence[RunnerRow]) -> None:
-    shown = table(_RUNNER_HEADINGS, numbers=["up", "in flight"], texts=["kind", "runner", "outcomes", "last error"])
+    shown = table(_RUNNER_HEADINGS, numbers=["up", "in flight"], texts=["outcomes"])
     for row in rows:
         state = f"stale {age(row.silent_seconds)}" if row.stale else row.lifecycle
         outcomes = ", ".join(f"{count:,} {name}" for name, count in row.outcomes.items() if count)
         texts = (row.kind, row.runner, state, age(row.up_seconds), f"{row.in_flight:,}", outcomes, row.last_error or "")
         shown.add_row(*map(plain, texts), style="yellow" if row.stale else None)
-    console().print(shown)
+    print_table(shown, names=2)

@@ -321,3 +321,22 @@ def test_status_shows_the_runners(dsn: str, admin: Admin) -> None:
     work = json.loads(invoke("status", "--json", dsn=dsn).out)["runners"][1]
     assert (work["lifecycle"], work["outcomes"]["succeeded"], work["release"]) == ("retrying", 1200, "1.2")
     assert not work["stale"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, None])
+def test_status_never_folds_a_name(dsn: str, admin: Admin, width: int | None) -> None:
+    kind, runner, code = "send_monthly_invoice_reminder", "worker-7f9c8d5b-xkq2v:4711:1277e9", "connection_refused"
+    for state in ("pending", "succeeded", "failed", "cancelled"):
+        admin.execute(
+            "insert into pgworker.jobs (kind, key, state, ready_at, finished_at) select %(kind)s, %(state)s,"
+            " %(state)s, clock_timestamp(), case %(state)s when 'pending' then null else clock_timestamp() end",
+            {"kind": kind, "state": state},
+        )
+    status = {"lifecycle": "running", "succeeded": 1200, "retried": 21, "last_error": code}
+    report(admin, kind=kind, runner=runner, status=status)
+    report(admin, kind="index", silent=40, status=status)
+    out = invoke("status", dsn=dsn, width=width).out
+    assert out.split().count(kind) == 3
+    assert out.split().count(runner) == 1
+    assert out.split().count(code) == 2
+    assert max(len(line) for line in out.splitlines()[1:] if "finding" not in line) <= (width or 200)
