@@ -18,6 +18,7 @@ from pgworker.errors import (
     ConfigError,
     DatabaseUnavailable,
     PayloadError,
+    PayloadPruned,
     PgworkerError,
     SchemaError,
     UnknownKind,
@@ -35,6 +36,7 @@ class Code(IntEnum):
     NO_DATABASE = 4
     NO_SCHEMA = 5
     FINDINGS = 6
+    PRUNED = 7
 
 
 # (the first line keeps the help's formatter from filling the paragraph)
@@ -47,6 +49,7 @@ Exit codes:
   4  the database cannot be reached
   5  the schema is missing, too new, or could not be migrated
   6  status --check has findings
+  7  a job cannot run again: its payload is no longer kept
 """
 
 _CODES: tuple[tuple[type[PgworkerError], Code], ...] = (
@@ -55,6 +58,7 @@ _CODES: tuple[tuple[type[PgworkerError], Code], ...] = (
     (DatabaseUnavailable, Code.NO_DATABASE),
     (SchemaError, Code.NO_SCHEMA),
     (ConfigError, Code.USAGE),
+    (PayloadPruned, Code.PRUNED),
     (PgworkerError, Code.INTERNAL),
 )
 

@@ -76,8 +76,9 @@ def test_a_job_whose_payload_is_gone_is_told(dsn: str, hand: Hand, admin: Admin)
     fail(hand, "a", "b")
     admin.execute("update pgworker.jobs set payload = null where key = 'a'")
     ended = invoke("retry", "work", "--all", dsn=dsn)
-    assert (ended.code, ended.out) == (1, "")
+    assert (ended.code, ended.out) == (7, "")
     assert "the payload has been pruned (1 job was retried): enqueue with a payload and another revision" in ended.err
+    assert invoke("rebuild", "work", "--key", "a", dsn=dsn).code == 7
 
 
 @pytest.mark.ruling("2.28")
