@@ -52,7 +52,7 @@ def status(
     if as_json:
         print_json(report)
     else:
-        _print(report)
+        _print(report, kind or [])
     if check and report.findings:
         raise typer.Exit(Code.FINDINGS)
 
@@ -73,12 +73,13 @@ def _ask(dsn: str | None, schema: str | None, kinds: Sequence[str]) -> Report:
     )
 
 
-def _print(report: Report) -> None:
+def _print(report: Report, asked: Sequence[str]) -> None:
+    of_kind = f" of kind {' or '.join(asked)}" if asked else ""
     say(f"{report.database}, schema {report.schema}")
     if report.kinds:
         _print_kinds(report.kinds)
     else:
-        say("no jobs yet")
+        say(f"no jobs{of_kind or ' yet'}")
     if report.lag:
         _print_lag(report.lag)
     for pause in report.pauses:
@@ -86,7 +87,7 @@ def _print(report: Report) -> None:
     if report.runners:
         _print_runners(report.runners)
     else:
-        say("no runner has reported within the last day")
+        say(f"no runner{of_kind} has reported within the last day")
     for finding in report.findings:
         say(f"finding: {finding}")
 

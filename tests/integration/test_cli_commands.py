@@ -245,6 +245,12 @@ def test_status_of_an_empty_database_reads_well(dsn: str) -> None:
     assert invoke("status", "--check", dsn=dsn).code == 0
 
 
+def test_status_of_a_kind_without_jobs_names_it(dsn: str, by_hand: Hand) -> None:
+    by_hand.enqueue("k")
+    rest = invoke("status", "--kind", "nope", dsn=dsn).out.splitlines()[1:3]
+    assert rest == ["no jobs of kind nope", "no runner of kind nope has reported within the last day"]
+
+
 def test_status_counts_by_kind_and_state(dsn: str, by_hand: Hand, admin: Admin) -> None:
     by_hand.enqueue_many([NewJob(None, f"k{number}", "r") for number in range(5)])
     for claim in by_hand.claim(2):
