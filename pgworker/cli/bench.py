@@ -14,14 +14,14 @@ import typer
 from pgworker.cli.database import describe, settings
 from pgworker.cli.errors import Code, reported
 from pgworker.cli.logs import log_to_stderr
-from pgworker.cli.options import Debug, Dsn, duration
+from pgworker.cli.options import Debug, Dsn, duration, number
 from pgworker.cli.output import complain, say
 
 
 def bench(
     which: Annotated[
         list[str] | None,
-        typer.Argument(metavar="P1 P4 ...", show_default=False, help="Which scenarios; all of them, unless named."),
+        typer.Argument(metavar="SCENARIO", show_default=False, help="Which ones, such as P1 P4; all, unless named."),
     ] = None,
     *,
     jobs: Annotated[
@@ -30,7 +30,8 @@ def bench(
     quick: Annotated[bool, typer.Option("--quick", help="Tiny, under a minute: shows that it works, no more.")] = False,
     full: Annotated[bool, typer.Option("--full", help="Half a million other rows, a stream of ten minutes.")] = False,
     limit: Annotated[
-        float, typer.Option("--limit", metavar="SECONDS", help="When this time is up, the rest is left out.")
+        float,
+        typer.Option("--limit", metavar="SECONDS", parser=number, help="When this time is up, the rest is left out."),
     ] = 1800,
     output: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write all figures to this file, too.")

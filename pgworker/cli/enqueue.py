@@ -15,7 +15,7 @@ from pgworker.cli.database import connected
 from pgworker.cli.errors import reported
 from pgworker.cli.front import make_front
 from pgworker.cli.logs import log_to_stderr
-from pgworker.cli.options import Debug, Dsn, Json, Schema, duration
+from pgworker.cli.options import Debug, Dsn, Json, Schema, duration, number
 from pgworker.cli.output import print_json, say
 from pgworker.db import session_settings
 from pgworker.job import Enqueued, IfPending, NewJob, Urgency
@@ -48,7 +48,8 @@ def enqueue(
         typer.Option("--revision", metavar="TEXT", help="Which version of that; one that is known changes nothing."),
     ] = None,
     delay: Annotated[
-        float | None, typer.Option("--delay", metavar="SECONDS", help="Not before so many seconds from now.")
+        float | None,
+        typer.Option("--delay", metavar="SECONDS", parser=number, help="Not before so many seconds from now."),
     ] = None,
     priority: Annotated[int, typer.Option("--priority", metavar="NUMBER", help="Smaller runs first.")] = 0,
     urgency: Annotated[Urgency, typer.Option("--urgency", help="catch_up is for backfill.")] = "fresh",

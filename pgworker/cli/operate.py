@@ -11,7 +11,7 @@ import typer
 
 from pgworker.cli.errors import reported
 from pgworker.cli.front import ready_front
-from pgworker.cli.options import Debug, Dsn, Json, Schema, duration
+from pgworker.cli.options import Debug, Dsn, Json, Schema, duration, number
 from pgworker.cli.output import print_json, say
 from pgworker.cli.report import pause_row, tell_pause
 from pgworker.verbs import Progress
@@ -134,7 +134,9 @@ def pause(
         str | None,
         typer.Option("--until", metavar="INSTANT", help="Until then, for example 2031-05-01T08:00Z."),
     ] = None,
-    for_: Annotated[float | None, typer.Option("--for", metavar="SECONDS", help="For so long from now.")] = None,
+    for_: Annotated[
+        float | None, typer.Option("--for", metavar="SECONDS", parser=number, help="For so long from now.")
+    ] = None,
     code: Annotated[str, typer.Option("--code", metavar="CODE", help="Why, in one word that status shows.")] = "paused",
     app: _AppName = None,
     dsn: Dsn = None,

@@ -21,6 +21,15 @@ Debug: TypeAlias = Annotated[bool, typer.Option("--debug", help="Show the traceb
 _MOST_SECONDS = timedelta(days=3650).total_seconds()
 
 
+def number(text: str) -> float:
+    """The number of an option that takes seconds. Raises typer.BadParameter, a usage error, that names the unit."""
+    try:
+        return float(text)
+    except ValueError:
+        msg = f"write a number of seconds, such as 90, got {text!r}"
+        raise typer.BadParameter(msg) from None
+
+
 def duration(seconds: float, option: str) -> timedelta:
     """An option's seconds as a time. Raises typer.BadParameter, a usage error, for what is none."""
     if not math.isfinite(seconds) or not 0 <= seconds <= _MOST_SECONDS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -36,12 +36,22 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
+def _misplaced(value: str | None, param: typer.CallbackParam) -> None:
+    if value is not None:
+        raise typer.BadParameter(f"it belongs after the command, as in: pgworker status {param.opts[0]} ...")
+
+
+_Misplaced: TypeAlias = Annotated[str | None, typer.Option(hidden=True, is_eager=True, callback=_misplaced)]
+
+
 @app.callback()
 def _options(
     *,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
+    dsn: _Misplaced = None,
+    schema: _Misplaced = None,
 ) -> None:
     pass
 

@@ -15,7 +15,7 @@ from pgworker.kind import Kind
 
 def prune(
     kind: Annotated[
-        str | None, typer.Argument(metavar="[KIND]", help="This kind only, and no facts; without it all of the app.")
+        str | None, typer.Argument(metavar="KIND", help="This kind only, and no facts; without it all of the app.")
     ] = None,
     *,
     app: Annotated[

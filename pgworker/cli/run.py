@@ -20,7 +20,7 @@ from pgworker.cli.database import app_settings, describe
 from pgworker.cli.errors import reported
 from pgworker.cli.loading import known_kind, load_app
 from pgworker.cli.logs import LogLevel, log_to_stderr
-from pgworker.cli.options import Debug, Dsn, Schema, duration
+from pgworker.cli.options import Debug, Dsn, Schema, duration, number
 from pgworker.cli.signals import StoppedEarlyError, StopSignals
 from pgworker.kind import Kind
 from pgworker.worker import Worker
@@ -50,7 +50,12 @@ def run(
     ] = None,
     startup_timeout: Annotated[
         float,
-        typer.Option("--startup-timeout", metavar="SECONDS", help="How long to wait for a database that is not up."),
+        typer.Option(
+            "--startup-timeout",
+            metavar="SECONDS",
+            parser=number,
+            help="How long to wait for a database that is not up.",
+        ),
     ] = 60,
     log_level: Annotated[
         LogLevel | None, typer.Option("--log-level", help="What to log to standard error; info, unless the app says.")

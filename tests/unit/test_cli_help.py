@@ -60,5 +60,19 @@ def test_wrong_usage_ends_with_two_and_a_hint(words: list[str]) -> None:
     assert "-h' for help." in ended.err
 
 
+@pytest.mark.parametrize("words", [["pause", "work", "--for", "1h"], ["enqueue", "work", "--delay", "5m"]])
+def test_a_time_is_told_to_be_a_number_of_seconds(words: list[str]) -> None:
+    ended = invoke(*words)
+    assert ended.code == Code.USAGE
+    assert f"'{words[2]}': write a number of seconds, such as 90, got '{words[3]}'" in ended.err
+
+
+@pytest.mark.parametrize("option", ["--dsn", "--schema"])
+def test_an_option_before_the_command_is_told_where_it_belongs(option: str) -> None:
+    ended = invoke(option, "x", "status")
+    assert ended.code == Code.USAGE
+    assert f"it belongs after the command, as in: pgworker status {option} ..." in ended.err
+
+
 def test_the_version() -> None:
     assert invoke("--version").out.startswith("pgworker 0.")
