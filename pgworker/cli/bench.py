@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import signal
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -76,9 +77,12 @@ def bench(
 
 @contextmanager
 def _stopped_by_signals() -> Generator[None, None, None]:
-    """SIGTERM is as good as Ctrl-C: everything is cleaned up on the way out."""
+    """SIGTERM is as good as Ctrl-C: everything is cleaned up on the way out, and of that nothing is told but errors."""
     from pgworker.bench import as_ctrl_c
 
+    driver = logging.getLogger("psycopg")  # it warns of each statement that a stop interrupts
+    level = driver.level
+    driver.setLevel(logging.ERROR)
     before = signal.signal(signal.SIGTERM, as_ctrl_c)
     try:
         yield
@@ -87,3 +91,4 @@ def _stopped_by_signals() -> Generator[None, None, None]:
         raise typer.Exit(Code.INTERNAL) from None
     finally:
         signal.signal(signal.SIGTERM, before)
+        driver.setLevel(level)
