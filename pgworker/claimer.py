@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 from typing import NamedTuple
 from uuid import UUID, uuid4
 
@@ -89,6 +90,8 @@ _REMEMBERED = 8  # lanes that are empty
 _LOOK_SHARE = 20
 _CHEAP_SECONDS = 0.01
 """Surveys that take longer are made again only after a multiple of that time: what nobody can claim is in their way."""
+_ASSUMED_BACK = timedelta(minutes=1)
+"""How far back a worker begins that cannot see what there is: by its own clock, which may differ from the server's."""
 _OLDEST_EACH = 10
 """Of so many rounds of a fair kind that prefer a class, one takes the oldest jobs. Shares never reach those without any
 tenant, not even '', as whoever enqueued them did not know that the kind is fair."""
@@ -138,6 +141,15 @@ class Lanes:
             place = self._places.get(due.lane, due.start)
             first = due.start if self.fair else min(place, due.start)
             self._places[due.lane] = first if _is_due(due) else place
+
+    def assume(self, kind: str, since: datetime) -> None:
+        """Nobody can say what there is: if nothing is known, claim what comes to the usual lanes."""
+        if not self._places:
+            self._places = {Lane(kind, urgency, 0): (since, -1) for urgency in URGENCIES.values()}
+
+    def unpause(self) -> None:
+        """Whether the kind is paused is not known: a claim of a paused one brings nothing."""
+        self.dues = [due._replace(paused=False) for due in self.dues]
 
     def poke(self) -> None:
         """There may be something new in any of those that are known."""
@@ -245,8 +257,8 @@ class Claimer:
         """Survey the lanes, if it is time to, or `now` if that may be already; whether there may be news.
 
         A survey passes over all that nobody can claim, which may take too long: dead rows by the million, as long as a
-        session holds an old snapshot. Then whatever is known is claimed from, from where the last claims ended; and so
-        it is while there may be none.
+        session holds an old snapshot. Then whatever is known is claimed from, from where the last claims ended, or what
+        comes from now on to the usual lanes; and so it is while there may be none.
         """
         asked_at = time.monotonic()
         if asked_at < self._look_at and not now:
@@ -258,13 +270,16 @@ class Claimer:
         try:
             dues = await self.surveys.look(self.queue)
         except (psycopg.Error, TimeoutError) as error:
+            if isinstance(error, QueryCanceled) and isinstance(self.queue, JobsTable):
+                self._lanes.assume(self.queue.kind.name, datetime.now(UTC) - _ASSUMED_BACK)
             if not (isinstance(error, (TimeoutError, QueryCanceled)) and self._lanes.known):
                 raise ClaimRefused(QUEUE_CLAIM_FAILED, type(error).__name__) from error
             self._slow = type(error).__name__, time.monotonic() - asked_at
+            self._lanes.unpause()
             self._lanes.poke()
             return True
         self._lanes.learn(dues)
-        seconds = time.monotonic() - asked_at
+        seconds = max((due.seconds for due in dues), default=time.monotonic() - asked_at)
         usual, self._look_seconds = min(seconds, self._look_seconds), seconds
         self._asked_at = asked_at
         self._rest(usual)
@@ -272,7 +287,7 @@ class Claimer:
 
     def _spare_surveys(self) -> str:
         """After claims that were answered: if a survey was not, it was not the server's fault; returns its error."""
-        if self._slow is None or self._lanes.paused:  # (of a paused kind nothing was claimed)
+        if self._slow is None:
             return ""
         error, seconds = self._slow
         self._rest(seconds)

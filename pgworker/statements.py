@@ -63,6 +63,8 @@ class Due(NamedTuple):
     """Whether its kind may not be claimed at present."""
     start: Cursor = BEGINNING
     """Just before the first free job, if that is due: nothing that lies before it can be claimed."""
+    seconds: float = 0.0
+    """How long the server has taken to see this, by its own clock: not how far away it is, or how busy we are."""
 
 
 class Put(NamedTuple):
@@ -151,8 +153,9 @@ def read_claims(rows: Sequence[Row]) -> list[Claim]:
     return [*map(Claim._make, rows)]
 
 
-def due(kind: object, urgency: object, priority: object, due_in_seconds: object, paused: object, *first: object) -> Due:
+def due(kind: object, urgency: object, priority: object, *rest: object) -> Due:
     """One row of a survey; that of an app's own table does not say where the first free row is."""
+    due_in, paused, seconds, *first = rest
     lane = Lane(cast("str", kind), cast("int", urgency), cast("int", priority))
     start = BEGINNING
     match first:
@@ -160,7 +163,7 @@ def due(kind: object, urgency: object, priority: object, due_in_seconds: object,
             start = (_utc(ready_at), id_ - 1)
         case _:
             pass
-    return Due(lane, cast("float | None", due_in_seconds), cast("bool", paused), start)
+    return Due(lane, cast("float | None", due_in), cast("bool", paused), start, cast("float", seconds))
 
 
 def after_claim(claim: Claim) -> Cursor:

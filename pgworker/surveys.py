@@ -10,11 +10,14 @@ from dataclasses import dataclass, field
 import anyio
 import anyio.lowlevel
 import psycopg
+from psycopg.errors import QueryCanceled
 
 from pgworker import statements
 from pgworker.db import Database
 from pgworker.queue import JobsTable, Queue
 from pgworker.statements import Due, Statement
+
+_QUICK_SECONDS = 1.0
 
 
 @dataclass(slots=True, eq=False)
@@ -38,6 +41,8 @@ class Surveys:
         self._next: _Look | None = None
         self._latest: dict[str, tuple[float, list[Due]]] = {}
         """By kind, the last answer, and when it was asked for."""
+        self._apart: set[str] = set()
+        """Kinds whose surveys may take so long that the others must not wait for them."""
         self._phase = random.random()  # noqa: S311 - processes that were started together shall not poll together
 
     def until_poll(self, poll: float) -> float:
@@ -60,8 +65,8 @@ class Surveys:
         return dues
 
     async def _look(self, queue: Queue) -> list[Due]:
-        if not isinstance(queue, JobsTable):
-            return await self._database.run(queue.survey())
+        if not isinstance(queue, JobsTable) or queue.kind.name in self._apart:
+            return await self._look_apart(queue)
         look = self._next or _Look()
         look.queues[queue.kind.name] = queue
         with anyio.CancelScope(shield=True):  # the others wait for whoever came first
@@ -72,9 +77,19 @@ class Surveys:
                 await anyio.lowlevel.checkpoint()  # until here others may join
                 self._next = None
                 await self._ask(look)
+        if isinstance(look.error, QueryCanceled) and len(look.queues) > 1:
+            self._apart.update(look.queues)  # one of them takes too long, and nobody knows which
+            return await self._look_apart(queue)
         if look.error is not None:
             raise look.error
         return [due for due in look.dues if due.lane.kind == queue.kind.name]
+
+    async def _look_apart(self, queue: Queue) -> list[Due]:
+        began = time.monotonic()
+        dues = await self._database.run(queue.survey())
+        if time.monotonic() - began < _QUICK_SECONDS:
+            self._apart.discard(queue.kind.name)
+        return dues
 
     async def _ask(self, look: _Look) -> None:
         try:

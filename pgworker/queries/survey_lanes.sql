@@ -1,6 +1,6 @@
 -- Which lanes (kind, class, priority) of these kinds have unfinished jobs, and in how many seconds the first free one is due.
--- Says of each, too, where that one is if it is due, and whether its kind is paused. The lanes behind the first thousand of
--- a class show when those are empty.
+-- Says of each, too, where that one is if it is due, whether its kind is paused, and how long it has taken to see. The lanes
+-- behind the first thousand of a class show when those are empty.
 -- Locks: nothing.
 -- Index: jobs_ready; one probe a lane, then the leased rows at the lane's head.
 -- Fence: none, it only reads.
@@ -25,6 +25,7 @@ select l.kind, l.class, l.priority,
        f.due_in_seconds,
        exists (select from {kinds} k where k.kind = l.kind and k.paused_at is not null
                and (k.paused_until is null or k.paused_until > n.at)) as paused,
+       extract(epoch from clock_timestamp() - n.at)::float8 as seconds,
        -- (an instant that the driver can read)
        case when f.ready_at <= n.at then greatest(f.ready_at, '0001-01-03 00:00:00+00') end, f.id
 from lanes l cross join now n left join lateral (

@@ -1,5 +1,6 @@
 -- Which lanes (class, priority) of an app's own table have unfinished rows, and in how many seconds the first free one is due.
--- Says of each, too, whether the kind is paused. The lanes behind the first thousand of a class show when those are empty.
+-- Says of each, too, whether the kind is paused, and how long it has taken to see. The lanes behind the first thousand of a
+-- class show when those are empty.
 -- Locks: nothing.
 -- Index: the table's own on ([class,] [priority,] ready_at, key) of pending rows; one probe a lane, then the leased rows at its head.
 -- Fence: none, it only reads.
@@ -30,6 +31,7 @@ select %(kind)s::text, l.urgency, l.priority,
           and (j.{token} is null or j.{lease_expires_at} is null or j.{lease_expires_at} <= (select at from now))
         order by j.{ready_at}, j.{key} limit 1) as due_in_seconds,
        exists (select from {kinds} k where k.kind = %(kind)s::text and k.paused_at is not null
-               and (k.paused_until is null or k.paused_until > (select at from now))) as paused
+               and (k.paused_until is null or k.paused_until > (select at from now))) as paused,
+       extract(epoch from clock_timestamp() - (select at from now))::float8 as seconds
 from lanes l
 order by l.urgency, l.priority

@@ -9,6 +9,7 @@ from zoneinfo import ZoneInfo
 import anyio
 import psycopg
 import pytest
+from psycopg.errors import QueryCanceled
 
 from pgworker.claimer import Claimer, ClaimRefused, Lanes
 from pgworker.job import Claim
@@ -33,8 +34,8 @@ def claim(lane: Lane, cursor: Cursor, token: Any = None) -> Claim:
     return Claim("work", id_, "k", "", 1, token, 0, None, 0, 1, lane.priority, lane.urgency, ready_at, 0.0, "1")
 
 
-def due(lane: Lane, start: Cursor = BEGINNING, *, in_seconds: float | None = -1.0) -> Due:
-    return Due(lane, in_seconds, paused=False, start=start)
+def due(lane: Lane, start: Cursor = BEGINNING, *, in_seconds: float | None = -1.0, took: float = 0.001) -> Due:
+    return Due(lane, in_seconds, paused=False, start=start, seconds=took)
 
 
 # --- lanes ----------------------------------------------------------------------------------------------------------
@@ -110,7 +111,7 @@ def test_places_are_compared_as_instants_in_the_hour_that_clocks_show_twice() ->
     lanes = Lanes()
     lanes.learn([due(FRESH)])
     lanes.took(FRESH, [claim(FRESH, (late, 1))], 1)
-    lanes.learn([read_due("work", 0, 0, -1.0, False, early, 8)])
+    lanes.learn([read_due("work", 0, 0, -1.0, False, 0.001, early, 8)])
     assert lanes.in_turn(0) == [(FRESH, (datetime(2026, 10, 25, 0, 50, tzinfo=UTC), 7))]
 
 
@@ -131,6 +132,7 @@ class Script:
     def __init__(self, clock: list[float]) -> None:
         self.clock = clock
         self.survey_seconds = 0.001
+        self.away_seconds = 0.0
         self.ready = {FRESH: 0}
         self.hidden: set[Lane] = set()
         self.sent: list[str] = []
@@ -141,8 +143,12 @@ class Script:
         if self.fails:
             raise TimeoutError
         if statement.name == "survey_lanes":
-            self.clock[0] += self.survey_seconds
-            return [due(lane) for lane, count in self.ready.items() if count and lane not in self.hidden]
+            self.clock[0] += max(self.survey_seconds, self.away_seconds)
+            return [
+                due(lane, took=self.survey_seconds)
+                for lane, count in self.ready.items()
+                if count and lane not in self.hidden
+            ]
         given = statement.parameters
         lane = Lane(given["kind"], given["class"], given["priority"])
         count = min(self.ready.get(lane, 0), given["limit"])
@@ -242,7 +248,7 @@ async def test_between_costly_looks_a_job_that_has_come_due_is_claimed_on_time_a
 
     async def look(*_: object) -> list[Due]:
         clock[0] += 0.5
-        return [due(FRESH, in_seconds=2.0)]
+        return [due(FRESH, in_seconds=2.0, took=0.5)]
 
     monkeypatch.setattr(Surveys, "look", look)
     clock[0] += 10
@@ -252,6 +258,53 @@ async def test_between_costly_looks_a_job_that_has_come_due_is_claimed_on_time_a
     taken = await claimer.round(5)
     assert len(taken.claims) == 1
     assert taken.due_in_seconds == pytest.approx(20 * 0.49 - 1.5)
+
+
+async def test_looks_at_a_database_that_is_far_away_are_not_costly(script: Script, claimer: Claimer) -> None:
+    """Nor are those that come back to an event loop which others keep busy: the server's own time is what counts."""
+    script.away_seconds = 0.5
+    script.ready[FRESH] = 1
+    await claimer.round(5)
+    await claimer.round(5)
+    script.sent.clear()
+    script.ready[FRESH] = 1
+    claimer.poke()
+    await claimer.round(5)
+    assert script.sent == ["survey_lanes", "claim_jobs"]
+
+
+async def test_who_cannot_see_what_there_is_claims_what_comes_to_the_usual_lanes(
+    script: Script, claimer: Claimer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a worker that was started while each survey takes too long."""
+
+    async def fail(*_: object) -> list[Due]:
+        raise QueryCanceled
+
+    monkeypatch.setattr(Surveys, "look", fail)
+    script.ready = {FRESH: 3, OLD: 1}
+    taken = await claimer.round(5)
+    assert [each.urgency for each in taken.claims] == [0, 0, 0, 1]
+    assert taken.trouble == "QueryCanceled"
+
+
+async def test_a_pause_that_was_seen_before_surveys_failed_holds_up_nobody(
+    script: Script, claimer: Claimer, monkeypatch: pytest.MonkeyPatch, clock: list[float]
+) -> None:
+    """A claim asks for it anyway."""
+
+    async def paused(*_: object) -> list[Due]:
+        return [due(FRESH)._replace(paused=True)]
+
+    async def fail(*_: object) -> list[Due]:
+        raise TimeoutError
+
+    monkeypatch.setattr(Surveys, "look", paused)
+    script.ready = {FRESH: 3}
+    assert (await claimer.round(5)).paused
+    monkeypatch.setattr(Surveys, "look", fail)
+    clock[0] += 1
+    assert len((await claimer.round(5)).claims) == 3
 
 
 async def test_between_costly_looks_lanes_that_seem_empty_are_claimed_from_in_a_while(
@@ -291,10 +344,13 @@ class Asked:
         self.kinds: list[list[str]] = []
         self.go_on = anyio.Event()
         self.error: Exception | None = None
+        self.slow = ""
 
     async def run(self, statement: Any, *, within: float = 0) -> list[Due]:
         self.kinds.append(statement.parameters["kinds"])
         await self.go_on.wait()
+        if self.slow in statement.parameters["kinds"]:
+            raise QueryCanceled
         if self.error is not None:
             raise self.error
         return [due(Lane(kind, 0, 0)) for kind in statement.parameters["kinds"]]
@@ -339,6 +395,33 @@ async def test_an_error_reaches_all_who_share_the_statement() -> None:
         for kind in "ab":
             group.start_soon(look, kind)
     assert sorted(failed) == ["a", "b"]
+
+
+async def test_one_whose_survey_takes_too_long_holds_up_no_other() -> None:
+    asked, seen, failed = Asked(), dict[str, list[Due]](), list[str]()
+    surveys = Surveys(cast("Any", asked))
+    asked.slow = "a"
+    asked.go_on.set()
+
+    async def look(kind: str) -> None:
+        try:
+            seen[kind] = await surveys.look(queue(kind))
+        except QueryCanceled:
+            failed.append(kind)
+
+    async def both() -> list[list[str]]:
+        asked.kinds.clear()
+        async with anyio.create_task_group() as group:
+            for kind in "ab":
+                group.start_soon(look, kind)
+        return sorted(asked.kinds)
+
+    assert await both() == [["a"], ["a", "b"], ["b"]]
+    assert (list(seen), failed) == (["b"], ["a"])
+    assert await both() == [["a"], ["b"]], "nobody asks for both again"
+    asked.slow = ""
+    await look("a")
+    assert await both() == [["a", "b"]]
 
 
 async def test_one_who_is_cancelled_holds_up_nobody() -> None:
