@@ -14,7 +14,7 @@ import psycopg
 from psycopg.errors import QueryCanceled
 from psycopg.pq import TransactionStatus
 
-from pgworker.db import AsyncConnection, SyncConnection, is_conflict, is_data_error, is_outage, send, send_sync
+from pgworker.db import PINNED, AsyncConnection, SyncConnection, is_conflict, is_data_error, is_outage, send, send_sync
 from pgworker.ending import Ending
 from pgworker.events import Event, RunnerTrouble
 from pgworker.executors.guest import Contained, is_stopping
@@ -128,6 +128,7 @@ class Applier:
             if generation != ending.claim.generation:
                 return LOST if generation is None else _NEW_WORK, ending.decision
             decision = await self._ask_guests(connection, ending)
+            await connection.execute(PINNED)
             answers = await send(connection, self._statement(ending.claim, decision))
             return _kept(answers.get(ending.claim.id, LOST), decision), decision
 
@@ -137,6 +138,7 @@ class Applier:
             if generation != ending.claim.generation:
                 return LOST if generation is None else _NEW_WORK, ending.decision
             decision = self._ask_guests_in_thread(connection, ending)
+            connection.execute(PINNED)
             answers = send_sync(connection, self._statement(ending.claim, decision))
             return _kept(answers.get(ending.claim.id, LOST), decision), decision
 

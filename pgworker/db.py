@@ -38,7 +38,7 @@ set enable_seqscan = off;
 set enable_bitmapscan = off;
 set enable_sort = off;
 set enable_partition_pruning = off;
-set plan_cache_mode = force_generic_plan;
+set plan_cache_mode = {plan_cache_mode};
 set log_parameter_max_length_on_error = 0;
 do $$ begin set log_error_verbosity = terse; exception when insufficient_privilege then null; end $$;
 set client_min_messages = warning;
@@ -52,11 +52,8 @@ set idle_in_transaction_session_timeout = {timeout_ms}
 
 The fences rely on READ COMMITTED. Row security fails loudly instead of hiding rows. The driver reads instants in
 ISO style only. An idle connection of a pool must not be ended under it. The planner settings pin the walk along
-jobs_ready on tables whose statistics are young or missing. As no plan is to depend on statistics, each is made once
-a session: by itself the server plans surveys and finishes anew each time, which takes longer than to carry them out (on
-an idle server, a finish of one job 1.0 ms and not 0.4, a survey 0.6 and not 0.3). Partition pruning is off because
-PostgreSQL 18 (seen with 18.6) crashes where jobs is partitioned: when it prunes at run time, in a statement that had to
-look at a row anew.
+jobs_ready on tables whose statistics are young or missing. Partition pruning is off because PostgreSQL 18 (seen with
+18.6) crashes where jobs is partitioned: when it prunes at run time, in a statement that had to look at a row anew.
 Parameters never reach the server's log; nor do rows that a constraint refuses, which Postgres quotes in an error's
 details, if the role may be terse there: a superuser, a role with SET on log_error_verbosity (PostgreSQL 15), or one
 that was given the setting by ALTER ROLE.
@@ -72,12 +69,25 @@ wait up to their deadline, as an enqueue does alone for a caller's open transact
 """
 
 
-def session_settings(deadline: timedelta, role: str = "") -> bytes:
-    """The SET commands for a session of this role, whose statements have this deadline."""
+def session_settings(deadline: timedelta, role: str = "", *, keep_plans: bool = True) -> bytes:
+    """The SET commands for a session of this role, whose statements have this deadline.
+
+    With `keep_plans` each statement is planned once, as no plan of ours on the jobs table is to depend on statistics:
+    by itself the server plans surveys and finishes anew each time, which takes longer than to carry them out (on an
+    idle server, a finish of one job 1.0 ms and not 0.4, a survey 0.6 and not 0.3). Not where an app's own table, its
+    triggers or its statements are planned, too.
+    """
     timeout_ms = int((deadline - _SERVER_MARGIN).total_seconds() * 1000)
     longest = _LONGEST_LOCK_WAITS_MS.get(role)
     lock_timeout_ms = 0 if longest is None else max(1, min(longest, timeout_ms // 2))
-    return SESSION.format(timeout_ms=timeout_ms, lock_timeout_ms=lock_timeout_ms).encode()
+    mode = "force_generic_plan" if keep_plans else "auto"
+    return SESSION.format(timeout_ms=timeout_ms, lock_timeout_ms=lock_timeout_ms, plan_cache_mode=mode).encode()
+
+
+PINNED = b"""
+set local enable_seqscan = off; set local enable_bitmapscan = off; set local enable_sort = off;
+set local enable_partition_pruning = off"""
+"""The planner settings of SESSION for the rest of a transaction, after the app's own statements went without them."""
 
 
 NO_ANSWER = (TimeoutError, PoolTimeout)
@@ -136,6 +146,8 @@ def array_literal(values: Sequence[Element]) -> str:
     if isinstance(first, (int, float)):
         return f"{{{','.join(map(str, values))}}}"
     texts = _escaped("\0".join(cast("Sequence[str]", values)))
+    if texts.count("\0") >= len(values):  # each would be taken for the end of a value, and all behind it be another's
+        raise psycopg.DataError("a text holds a NUL, which PostgreSQL cannot store")
     return '{"' + texts.replace("\0", '","') + '"}'
 
 
@@ -189,9 +201,11 @@ class Database:
     cancellation afterwards.
     """
 
-    def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int, ready: int = 0) -> None:
+    def __init__(
+        self, dsn: str, role: str, *, deadline: timedelta, connections: int, ready: int = 0, keep_plans: bool = True
+    ) -> None:
         self.deadline = deadline
-        self._role = role
+        self._session = session_settings(deadline, role, keep_plans=keep_plans)
         self._closed = asyncio.Event()
         self._warden: asyncio.Task[None] | None = None
         self._made: weakref.WeakSet[AsyncConnection] = weakref.WeakSet()
@@ -209,7 +223,7 @@ class Database:
 
     async def _configure(self, connection: AsyncConnection) -> None:
         self._made.add(connection)
-        await connection.execute(session_settings(self.deadline, self._role))
+        await connection.execute(self._session)
 
     async def open(self) -> None:
         """Start the pool; connections are made in the background."""
@@ -288,8 +302,9 @@ class Database:
 class SyncDatabase:
     """As Database, for threads."""
 
-    def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int) -> None:
+    def __init__(self, dsn: str, role: str, *, deadline: timedelta, connections: int, keep_plans: bool = True) -> None:
         self.deadline = deadline
+        self._session = session_settings(deadline, keep_plans=keep_plans)
         self._pool: ConnectionPool[SyncConnection] = ConnectionPool(
             conninfo(dsn, role),
             kwargs={"autocommit": True},
@@ -303,7 +318,7 @@ class SyncDatabase:
         )
 
     def _configure(self, connection: SyncConnection) -> None:
-        connection.execute(session_settings(self.deadline))
+        connection.execute(self._session)
 
     def open(self) -> None:
         """Start the pool; connections are made when they are needed."""

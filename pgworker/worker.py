@@ -121,9 +121,12 @@ class Worker:
 
     async def _run(self) -> None:
         dsn, tables = self._settings.dsn, self._settings.tables
-        database = Database(dsn, "worker", deadline=STORE_TIMEOUT, connections=_CONNECTIONS, ready=1)
-        apply_database = Database(dsn, "apply", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
-        sync_apply_database = SyncDatabase(dsn, "apply", deadline=STORE_TIMEOUT, connections=_CONNECTIONS)
+        ours = all(kind.queue is None for kind in self._kinds)
+        database = Database(dsn, "worker", deadline=STORE_TIMEOUT, connections=_CONNECTIONS, ready=1, keep_plans=ours)
+        apply_database = Database(dsn, "apply", deadline=STORE_TIMEOUT, connections=_CONNECTIONS, keep_plans=False)
+        sync_apply_database = SyncDatabase(
+            dsn, "apply", deadline=STORE_TIMEOUT, connections=_CONNECTIONS, keep_plans=False
+        )
         leases = LeaseKeeper(self._settings, deadline=STORE_TIMEOUT)
         shared = Shared(
             self.name,

@@ -7,4 +7,4 @@ select (select j.generation from {jobs} j
         where j.kind = %(kind)s::text and j.id = %(id)s::bigint and j.key = %(key)s::text and j.revision = %(revision)s::text
           and j.token = %(token)s::uuid and j.lease_expires_at > clock_timestamp()),
        set_config('enable_seqscan', 'on', true), set_config('enable_bitmapscan', 'on', true), set_config('enable_sort', 'on', true),
-       set_config('enable_partition_pruning', 'on', true), set_config('plan_cache_mode', 'auto', true)
+       set_config('enable_partition_pruning', 'on', true)

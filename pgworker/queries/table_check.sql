@@ -8,4 +8,4 @@ select (select case when ({j.is_pending} and j.{lease_expires_at} > clock_timest
         from {table} j cross join (values (%(key)s::{key_type}, %(revision)s::{revision_type}, %(token)s::uuid)) as i(key, revision, token)
         where j.{key} = i.key and {is_revision} and j.{token} = i.token),
        set_config('enable_seqscan', 'on', true), set_config('enable_bitmapscan', 'on', true), set_config('enable_sort', 'on', true),
-       set_config('enable_partition_pruning', 'on', true), set_config('plan_cache_mode', 'auto', true)
+       set_config('enable_partition_pruning', 'on', true)

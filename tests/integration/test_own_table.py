@@ -64,6 +64,25 @@ def test_rows_that_are_not_wanted_are_not_claimed(messages: Adapter, admin: Admi
     assert messages.of(admin, 1, "runner") == "r"
 
 
+async def test_what_an_app_does_in_triggers_is_planned_as_ever(app: App, messages: Adapter, admin: Admin) -> None:
+    """For the values at hand: a plan for any would read all of a table that the app looks into by a partial index."""
+    admin.execute(
+        "create table crawl.noted (mode text);"
+        " create function crawl.note() returns trigger language plpgsql as $$ begin"
+        " insert into crawl.noted values (current_setting('plan_cache_mode')); return new; end $$;"
+        " create trigger note before update on crawl.messages for each row execute function crawl.note()"
+    )
+
+    async def look(job: Job[Any]) -> None: ...
+
+    messages.register(app, look, poll=0.1)
+    messages.put(admin, 1)
+    seen = Recorder(app)
+    async with running(app.worker()):
+        await seen.count(JobSettled, 1)
+    assert set(admin.execute("select mode from crawl.noted").fetchall()) == {("auto",)}
+
+
 @pytest.mark.contract("A21")
 @pytest.mark.parametrize("applies", [False, True])
 async def test_a_row_that_is_made_private_meanwhile_is_given_back_without_its_result(
