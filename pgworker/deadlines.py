@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import logging
 from datetime import timedelta
 
 import anyio
+
+_log = logging.getLogger("pgworker")
 
 
 class Deadlines:
@@ -42,8 +45,11 @@ class Deadlines:
     def _cancel_late(self) -> None:
         self._timer = None
         now = self._loop.time()
-        for scope, until in self._until.items():  # in the order of their times
+        for scope, until in [*self._until.items()]:  # in the order of their times
             if until > now:
                 self._set_timer(until)
                 break
-            scope.cancel()
+            try:
+                scope.cancel()
+            except Exception:  # noqa: BLE001 - what the handler awaits may raise: the others are to end all the same
+                _log.exception("a call that is late could not be cancelled")

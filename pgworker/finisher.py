@@ -32,7 +32,7 @@ from pgworker.queue import Queue
 from pgworker.shared import Shared
 from pgworker.statements import Answer
 
-_MOST_AT_ONCE = 500
+MOST_AT_ONCE = 500
 _MOST_BYTES = 8 * 1024 * 1024
 """Of values in one statement: they must have reached the server, and be stored, within its deadline."""
 _STALLS = (TimeoutError, QueryCanceled, LockNotAvailable)
@@ -145,7 +145,7 @@ class Finisher:
         """As many as one statement may hold, by number and by bytes; one at least."""
         group = [self._fresh.popleft()]
         size = size_of(group[0])
-        while self._fresh and len(group) < _MOST_AT_ONCE:
+        while self._fresh and len(group) < MOST_AT_ONCE:
             size += size_of(self._fresh[0])
             if size > _MOST_BYTES:
                 break
@@ -176,6 +176,8 @@ class Finisher:
             else:
                 statement = self._queue.settle([(each.claim, cast("Settlement", each.decision)) for each in endings])
             answers = await self._shared.database.run(statement, within=self._give_up_at() - time.monotonic())
+        except UnicodeError as error:  # of a text that cannot be sent, as a lone surrogate
+            await self._send_again(endings, psycopg.DataError(type(error).__name__))
         except (psycopg.Error, TimeoutError) as error:
             await self._send_again(endings, error)
         else:
@@ -246,7 +248,12 @@ class Finisher:
             self._put(endings[first : first + size], time.monotonic())
 
     def _put_patient(
-        self, endings: Sequence[Ending], error: psycopg.Error | TimeoutError, *, lasting: bool, pause: float
+        self,
+        endings: Sequence[Ending],
+        error: psycopg.Error | TimeoutError,
+        *,
+        lasting: bool,
+        pause: float,
     ) -> None:
         """Try them again after a pause, save those that have been refused for too long by an error that lasts."""
         now = time.monotonic()

@@ -28,7 +28,9 @@ _SIGN_OFF_SECONDS = 1.0  # a stop must not wait for what is only a courtesy
 _PAGE = 1_000  # rows read by one statement: a few milliseconds, however long the backlog
 _HEAD_PAGES = 100
 _TAIL_PAGES = 20
-"""How many pages of a lane one pass may read at its head, where the leased rows are, and in the rest of it."""
+_FAIR_TAIL_PAGES = 200
+"""How many pages of a lane one pass may read at its head, where the leased rows are, and in the rest of it; of a kind
+that is fair between tenants, leased rows lie all over the lane."""
 RELEASE = release()
 
 
@@ -90,7 +92,7 @@ class Reaper:
             after = page.cursor
             left -= 1
             if in_head and (not page.leased or not left):
-                left, in_head = _TAIL_PAGES, False
+                left, in_head = _FAIR_TAIL_PAGES if queue.kind.policy.fair else _TAIL_PAGES, False
                 after = tail if tail[0] >= after[0] else after  # (ids of an app's own table have an order of their own)
         self._tails[lane] = after
         return freed

@@ -20,7 +20,7 @@ from pgworker.executors import Executor
 from pgworker.executors.guest import Contained
 from pgworker.executors.inline import InlineExecutor
 from pgworker.executors.thread import ThreadExecutor
-from pgworker.finisher import Finisher
+from pgworker.finisher import MOST_AT_ONCE, Finisher
 from pgworker.job import Claim, Job
 from pgworker.kind import Kind
 from pgworker.listener import Wake
@@ -267,12 +267,14 @@ class Runner:
         if not claims:
             return
         release = Settlement("pending", None, delay_seconds=delay_seconds)
-        try:
-            statement = self._queue.settle([(claim, release) for claim in claims])
-            answers = await self._shared.database.run(statement, within=self._give_up_at() - time.monotonic())
-        except (psycopg.Error, TimeoutError) as error:
-            self._note(RunnerTrouble(self.kind.name, QUEUE_RELEASE_FAILED, type(error).__name__))
-        else:
+        for first in range(0, len(claims), MOST_AT_ONCE):
+            part = [(claim, release) for claim in claims[first : first + MOST_AT_ONCE]]
+            try:
+                within = self._give_up_at() - time.monotonic()
+                answers = await self._shared.database.run(self._queue.settle(part), within=within)
+            except (psycopg.Error, TimeoutError) as error:
+                self._note(RunnerTrouble(self.kind.name, QUEUE_RELEASE_FAILED, type(error).__name__))
+                return
             self._tally.add("released", sum(answer.verdict == "done" for answer in answers.values()))
 
     # --- status -----------------------------------------------------------------------------------------------------

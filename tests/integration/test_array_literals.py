@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from uuid import UUID
 
+import psycopg
 import pytest
 
 from pgworker.db import Element, array_literal
@@ -36,3 +37,9 @@ HOSTILE = ["", " ", "NULL", "null", '"', "\\", '\\"', "a,b", "{}", "{1,2}", " x 
 def test_postgres_reads_what_was_written(admin: Admin, of: str, values: Sequence[Element]) -> None:
     row = admin.execute(f"select %s::{of}[]".encode(), [array_literal(values)]).fetchone()
     assert row == (values,)
+
+
+@pytest.mark.parametrize("values", [["a\0b", "c"], ["a", "b\0"], ["\0", "\0\0"]])
+def test_a_nul_is_refused_as_it_would_give_one_value_to_another(values: Sequence[Element]) -> None:
+    with pytest.raises(psycopg.DataError):
+        array_literal(values)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -23,6 +23,7 @@ from pgworker import App, Backoff, ConfigError, Job, NewJob, Park, Pause, Retry
 from pgworker.errors import PgworkerError
 from pgworker.events import JobLost, JobSettled
 from pgworker.executors.guest import Contained
+from pgworker.outcome import Returned
 from pgworker.registry import DOOR_CONNECTIONS
 from tests.handles import Recorder, result, row, running
 
@@ -589,3 +590,31 @@ async def test_a_connection_that_knows_no_encoding_is_refused_unsent(app: App, a
         with pytest.raises(PgworkerError, match="SQL_ASCII"):
             await app.enqueue("work", 1, key="ключ", conn=conn)
     assert admin.execute("select count(*) from pgworker.jobs").fetchone() == (0,)
+
+
+@pytest.mark.parametrize("text", ['"\ud800"', '"x"\0"y"'], ids=["a lone surrogate", "a NUL"])
+async def test_a_result_that_cannot_be_sent_fails_its_own_job_only(dsn: str, admin: Admin, text: str) -> None:
+    """A middleware's, as a handler's values are encoded by us."""
+
+    async def replace(kind: str, jobs: Any, call: Any) -> Any:
+        results = await call(jobs)
+        return [Returned(text) if job.key == "b" else result for job, result in zip(jobs, results, strict=True)]
+
+    app = App(dsn, middleware=[replace])
+
+    @app.kind("work", batch=4, window=0)
+    async def work(jobs: Sequence[Job[None]]) -> list[str]:
+        return [f"of {job.key}" for job in jobs]
+
+    seen = Recorder(app)
+    async with app:
+        await app.enqueue_many("work", [NewJob(None, key=key) for key in "abcd"])
+        async with running(app.worker()):
+            await seen.wait(lambda: len(seen.of(JobSettled)) == len("abcd"))
+    assert {key: row(admin, key)["last_code"] for key in "abcd"} == {
+        "a": None,
+        "b": "result_rejected",
+        "c": None,
+        "d": None,
+    }
+    assert [(result(admin, key) or {}).get("value") for key in "abcd"] == ["of a", None, "of c", "of d"]

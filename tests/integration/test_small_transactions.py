@@ -139,7 +139,7 @@ async def test_however_many_runs_end_together_a_statement_writes_a_bounded_numbe
     app: App, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: dict[str, list[int]] = {"finish": [], "settle": []}
-    monkeypatch.setattr("pgworker.finisher._MOST_AT_ONCE", 3)
+    monkeypatch.setattr("pgworker.finisher.MOST_AT_ONCE", 3)
     finish, settle = JobsTable.finish, JobsTable.settle
 
     def noted_finish(self: JobsTable, finished: Any) -> Any:

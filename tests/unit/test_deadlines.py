@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import cast
 
 import anyio
 import pytest
@@ -103,3 +104,19 @@ async def test_without_a_timeout_nothing_is_late(seconds: float) -> None:
         deadlines.begin(scope)
         await anyio.sleep(seconds)
         assert not deadlines.end(scope)
+
+
+async def test_a_call_whose_cancelling_raises_keeps_no_other_from_its_end(caplog: pytest.LogCaptureFixture) -> None:
+    """What a handler awaits is its own, and so is what that does when it is cancelled."""
+
+    class Raising:
+        def cancel(self) -> None:
+            raise RecursionError
+
+    deadlines = Deadlines(SHORT)
+    deadlines.begin(cast("anyio.CancelScope", Raising()))
+    with anyio.CancelScope() as scope:
+        deadlines.begin(scope)
+        await anyio.sleep(FAR)
+    assert scope.cancelled_caught
+    assert "a call that is late could not be cancelled" in caplog.text

@@ -7,7 +7,9 @@ from typing import Any, NamedTuple, cast
 
 import pytest
 
+from pgworker.kind import declare_kind
 from pgworker.maintenance import Reaper
+from pgworker.policy import make_policy
 from pgworker.statements import BEGINNING, Cursor, Due, Lane, Reaped
 
 LANE = Lane("work", 0, 0)
@@ -25,7 +27,10 @@ class Page(NamedTuple):
 class Backlog:
     """A lane of so many ready rows, of which some are leased; the queue and the database of the test."""
 
-    def __init__(self, rows: int, leased: set[int], *, apart: float = 1.0) -> None:
+    def __init__(self, rows: int, leased: set[int], *, apart: float = 1.0, fair: bool = False) -> None:
+        self.kind = declare_kind(
+            "work", make_policy("standard", {"fair": fair}), payload=object, payload_limit=None, version=1
+        )
         self.rows = rows
         self.leased = leased
         self.apart = timedelta(seconds=apart)
@@ -92,6 +97,12 @@ async def test_each_leased_row_is_reached(row: int, apart: float) -> None:
     backlog = Backlog(100_000, {row}, apart=apart)
     seen = await backlog.passes(6)
     assert row // PAGE * PAGE in {first for each in seen for first in each}
+
+
+async def test_a_kind_that_is_fair_between_tenants_is_read_in_a_few_passes() -> None:
+    """Its leased rows lie all over the lane."""
+    seen = await Backlog(300_000, {250_000}, fair=True).passes(2)
+    assert 250_000 in {first for each in seen for first in each}
 
 
 async def test_what_is_read_twice_by_a_pass_is_nothing() -> None:
