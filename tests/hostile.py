@@ -45,6 +45,14 @@ create function evil.enqueue(kind text, payload text) returns text language sql 
 create function evil.uuidv7() returns uuid language sql as 'select evil.sprung()::uuid';
 create function evil.pg_notify(channel text, payload varchar) returns text language sql as 'select evil.sprung()';
 create function evil.pg_notify(channel varchar, payload varchar) returns text language sql as 'select evil.sprung()';
+create function evil.unnest(text[]) returns setof text language sql as 'select evil.sprung()';
+create function evil.unnest(bigint[]) returns setof bigint language sql as 'select evil.sprung()::bigint';
+create function evil.unnest(uuid[]) returns setof uuid language sql as 'select evil.sprung()::uuid';
+create function evil.unnest(float8[]) returns setof float8 language sql as 'select evil.sprung()::float8';
+create function evil.array_agg(bigint) returns bigint[] language sql as 'select array[evil.sprung()::bigint]';
+create function evil.width_bucket(bigint, bigint[]) returns int language sql as 'select evil.sprung()::int';
+create function evil.cardinality(bigint[]) returns int language sql as 'select evil.sprung()::int';
+create function evil.count(bigint) returns bigint language sql as 'select evil.sprung()::bigint';
 create function evil.octet_length(value varchar) returns int language sql as 'select evil.sprung()::int';
 create function evil.make_interval(secs numeric) returns interval language sql as 'select evil.sprung()::interval';
 create function evil.text_varchar(text, varchar) returns bool language sql as 'select evil.sprung()::bool';

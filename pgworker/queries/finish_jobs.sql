@@ -17,14 +17,14 @@ with input as materialized (
 ), good as materialized (
   select distinct on (held.id) held.*, now.at from held cross join now where held.lease_expires_at > now.at order by held.id
 ), ids as materialized (                                     -- for updates without a join, see claim_jobs; sorted, to find an id by halving
-  select array_agg(good.id order by good.id) filter (where good.current) as current,
-         array_agg(good.id order by good.id) filter (where not good.current) as outdated,
-         coalesce(array_agg(good.id order by good.id) filter (where good.result is not null), array[]::bigint[]) as valued
+  select pg_catalog.array_agg(good.id order by good.id) filter (where good.current) as current,
+         pg_catalog.array_agg(good.id order by good.id) filter (where not good.current) as outdated,
+         coalesce(pg_catalog.array_agg(good.id order by good.id) filter (where good.result is not null), array[]::bigint[]) as valued
   from good
 ), ended as (
   update {jobs} j set
     state = 'succeeded', finished_at = (select at from now),
-    has_result = ((select valued from ids)[width_bucket(j.id, (select valued from ids))] = j.id) is true,
+    has_result = ((select valued from ids)[pg_catalog.width_bucket(j.id, (select valued from ids))] = j.id) is true,
     token = null, lease_expires_at = null, runner = null, cancel_requested_at = null, evictions = 0, last_code = null, last_error = null
   where j.id = any((select current from ids)::bigint[]) and j.kind || '' = %(kind)s::text
   returning j.id, j.key, j.revision, j.generation, j.attempts, j.state

@@ -46,7 +46,7 @@ with now as materialized (
   delete from {results} r
   where r.key = any(array(select e.key from ended e)) and ((r.key, r.kind) in (select e.key, e.kind from ended e)) is true
 )
-select p.number::int - 1, count(*), max(p.finished_at)::text, (array_agg(p.id order by p.finished_at desc, p.id desc))[1],
+select p.number::int - 1, count(*), max(p.finished_at)::text, (pg_catalog.array_agg(p.id order by p.finished_at desc, p.id desc))[1],
        (select count(*) from gone g where g.kind = p.kind and g.state = p.state),
        (select count(*) from emptied e where e.kind = p.kind and e.state = p.state)
 from page p group by p.number, p.kind, p.state

@@ -15,10 +15,10 @@ with input as materialized (
 ), good as materialized (
   select held.kind, held.id, held.ttl from held cross join now where held.lease_expires_at > now.at
 ), ids as materialized (                                     -- for an update without a join, see claim_jobs; sorted, to find an id by halving
-  select array_agg(good.id order by good.id) as good, array_agg(good.ttl order by good.id) as ttls from good
+  select pg_catalog.array_agg(good.id order by good.id) as good, pg_catalog.array_agg(good.ttl order by good.id) as ttls from good
 ), done as (
   update {jobs} j set lease_expires_at = (select at from now)
-    + (select ttls from ids)[width_bucket(j.id, (select good from ids))] * interval '1 second'
+    + (select ttls from ids)[pg_catalog.width_bucket(j.id, (select good from ids))] * interval '1 second'
   where j.id = any((select good from ids)::bigint[]) and ((j.id, j.kind) in (select good.id, good.kind from good)) is true   -- as in prune_jobs
   returning j.id, j.cancel_requested_at is not null as cancel_requested
 )

@@ -4,7 +4,7 @@
 -- Index: primary key, one probe a row (as in finish_jobs).
 -- Fence: the state, as of the lock; what has changed since it was seen is busy, too: ask again.
 with input as materialized (
-  select %(kind)s::text as kind, i.id from unnest(%(ids)s::bigint[]) as i(id)
+  select %(kind)s::text as kind, i.id from pg_catalog.unnest(%(ids)s::bigint[]) as i(id)
 ), seen as materialized (                                    -- by the snapshot, unlocked: tells busy from passed
   select j.* from input i cross join lateral (
     select j.kind, j.id, j.payload is null as pruned,

@@ -9,7 +9,7 @@ with recursive now as materialized (
 ), lanes as (                                                -- a loose index scan: jump from one lane to the next
   -- Of each class the first thousand: a walk over lanes without number would pass the deadline, and nothing be claimed at all.
   select k.kind, c.class, l.priority, 1 as nth
-  from unnest(%(kinds)s::text[]) as k(kind) cross join (values (0::smallint), (1::smallint)) as c(class) cross join lateral (
+  from pg_catalog.unnest(%(kinds)s::text[]) as k(kind) cross join (values (0::smallint), (1::smallint)) as c(class) cross join lateral (
     select j.priority from {jobs} j
     where j.kind = k.kind and j.class = c.class and j.state = 'pending'
     order by j.kind, j.class, j.priority limit 1) l

@@ -14,12 +14,12 @@ with recursive relation as materialized (
   from types d join pg_type t on t.oid = d.type and t.typtype = 'd'
 ), indexes as (
   select i.indisunique and i.indpred is null and i.indnkeyatts = 1 as is_unique,
-         array(select a.attname::text from unnest(i.indkey::int2[]) with ordinality as k(attnum, n)
+         array(select a.attname::text from pg_catalog.unnest(i.indkey::int2[]) with ordinality as k(attnum, n)
                join pg_attribute a on a.attrelid = i.indrelid and a.attnum = k.attnum order by k.n) as columns
   from relation r join pg_index i on i.indrelid = r.oid and i.indisvalid
 )
 select r.relkind in ('r', 'p'),
        exists (select from indexes i where i.is_unique and i.columns[1] = %(key)s::text),
-       exists (select from indexes i where i.columns[1:cardinality(%(claim_index)s::text[])] = %(claim_index)s::text[]),
+       exists (select from indexes i where i.columns[1:pg_catalog.cardinality(%(claim_index)s::text[])] = %(claim_index)s::text[]),
        t.name, format_type(t.type, -1), t.not_null, exists (select from pg_type c where c.oid = t.type and c.typtype = 'c')
 from relation r left join types t on not exists (select from pg_type d where d.oid = t.type and d.typtype = 'd')
