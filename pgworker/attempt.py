@@ -52,6 +52,8 @@ class _Item:
     attempt: Attempt
     held: Held
     job: Job[object]
+    signal: Signal
+    """The job's, whatever the handler makes of that."""
     stopped: Cause | None = None
     """What the lease keeper said, from a thread of its own, or the runner."""
     result: Result | None = None
@@ -64,14 +66,15 @@ class _Item:
     def stop(self, cause: Cause) -> None:
         """Tell the handler, and remember it for a later call of the same job; the first cause stays."""
         self.stopped = self.stopped or cause
-        self.job.signal.set(cause)
+        self.signal.set(cause)
 
     def begin_anew(self) -> None:
-        """Forget the result, and that a deadline passed."""
+        """Forget the result, that a deadline passed, and what the handler has made of the job."""
         self.result = None
-        self.job.signal = Signal()
+        self.job = _job(self.held.claim)
+        self.signal = self.job.signal
         if self.stopped is not None:  # looked at after the exchange: a stop that came before it set the old signal
-            self.job.signal.set(self.stopped)
+            self.signal.set(self.stopped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class Attempt:
         self._releasing = False
         self._called: Sequence[_Item] = ()
         self._started = time.monotonic()
-        self._items = [_Item(self, each, _job(each.claim)) for each in held]
+        self._items = [_Item(self, each, job := _job(each.claim), job.signal) for each in held]
         for item in self._items:
             item.held.listen(item.told)
 
@@ -136,7 +139,7 @@ class Attempt:
 
     def _stop_if_none_is_left(self) -> None:
         """A call goes on as long as one of its jobs is still wanted."""
-        if all(item.job.signal.is_set() for item in self._called):
+        if all(item.signal.is_set() for item in self._called):
             self._cancel()
 
     def _cancel(self) -> None:
@@ -171,7 +174,7 @@ class Attempt:
         if self._releasing or self._tools.kind.has_guests:
             return False
         for item in self._items:
-            if type(item.result) is not Returned or item.job.signal.is_set():
+            if type(item.result) is not Returned or item.signal.is_set():
                 return False
         run_seconds = time.monotonic() - self._started
         endings = [self._ending(item, item.result, run_seconds) for item in self._items if item.result is not None]
@@ -201,7 +204,8 @@ class Attempt:
         for item in items:
             item.begin_anew()
         for item in items:
-            if self._is_wanted(item):
+            self._decode(item)
+            if item.result is None and self._is_wanted(item):
                 async with Contained():
                     with anyio.CancelScope() as scope:
                         await self._call_handler([item], scope)
@@ -210,7 +214,7 @@ class Attempt:
         """Whether a call may begin for this job."""
         if time.monotonic() >= item.held.guard:  # this process stood still: somebody else runs it
             item.stop("lost")
-        return not item.job.signal.is_set()
+        return not item.signal.is_set()
 
     async def _call_handler(self, items: Sequence[_Item], scope: anyio.CancelScope) -> None:
         results: Sequence[Result] = ()
@@ -295,7 +299,7 @@ class Attempt:
 
         A stop beats what the handler made of it; a finished job beats a late cancel.
         """
-        cause = item.job.signal.cause
+        cause = item.signal.cause
         if cause == "lost":
             return None
         if self._releasing:

@@ -12,8 +12,9 @@ import anyio.to_thread
 import psycopg
 import pytest
 
-from pgworker import App, ConfigError, Job, Lease, Retry
+from pgworker import App, ConfigError, Job, Lease, NewJob, Retry
 from pgworker.events import JobLost, JobSettled
+from pgworker.job import Signal
 from pgworker.policy import covering_ttl, make_policy
 from tests.handles import Hand, Recorder, jobs, row, running
 
@@ -80,6 +81,26 @@ async def test_one_poisonous_job_fails_alone(
 
 
 @pytest.mark.contract("A65")
+async def test_what_a_call_has_made_of_its_jobs_is_forgotten_by_the_next(app: App, admin: Admin) -> None:
+    calls: list[list[list[int]]] = []
+
+    @app.kind("work", batch=8, singly=True, concurrency=1)
+    async def work(batch: list[Job[list[int]]]) -> None:
+        calls.append([[*job.payload] for job in batch])
+        for job in batch:
+            job.payload.append(POISON)
+            job.signal = Signal()
+        if len(batch) > 1:
+            raise ValueError
+
+    await app.enqueue_many("work", [NewJob([number]) for number in range(3)])
+    seen = Recorder(app)
+    async with running(app.worker()):
+        await seen.wait(lambda: len(seen.of(JobSettled)) == 3)
+    assert calls == [[[0], [1], [2]], [[0]], [[1]], [[2]]]
+    assert ends(admin) == []
+
+
 async def test_without_it_the_batch_fails_together(app: App, admin: Admin) -> None:
     calls: list[int] = []
 
