@@ -117,11 +117,14 @@ class Deaf:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.hears = False
+        self.ignored: set[str] = set()
         original = LeaseKeeper.verify
 
         def verify(keeper: LeaseKeeper, kind: str) -> None:
             if self.hears:
                 original(keeper, kind)
+            else:
+                self.ignored.add(kind)
 
         monkeypatch.setattr(LeaseKeeper, "verify", verify)
 
@@ -342,7 +345,7 @@ async def test_hints_that_may_have_been_missed_are_made_up_for(app: App, hand: H
 
 
 @LEASES
-@pytest.mark.contract("X30")
+@pytest.mark.contract("X30", "B64")
 @pytest.mark.ruling("1.19")
 @pytest.mark.parametrize("how", ["superseded", "cancelled"])
 async def test_without_listen_it_is_told_within_a_renewal_or_by_the_look_at_covering_leases(
@@ -531,6 +534,9 @@ async def test_a_control_hint_for_one_kind_looks_at_its_leases_only(
     async with running(app.worker()):
         await handlers.until(inside=2)
         await until_listening(admin)
+        await eventually(
+            lambda: deaf.ignored == {"work", "other"}
+        )  # not another's, which a test before has left behind
         hand.enqueue("k", "r2", 2)
         deaf.hears = True
         hint(admin, "c:unknown")
