@@ -12,6 +12,9 @@ import pytest
 
 from pgworker.fairness import Shares, claim_fair
 from pgworker.job import NewJob
+from pgworker.kind import declare_kind
+from pgworker.policy import make_policy
+from pgworker.queue import JobsTable
 from pgworker.statements import BEGINNING, Cursor, Lane
 from tests.handles import Hand, age, copy_of, everything, row
 from tests.handles import hand as make_hand
@@ -95,6 +98,7 @@ def test_what_has_no_tenant_at_all_is_left_to_others(hand: Hand) -> None:
     assert [claim.key for claim in hand.claim()] == ["k"]
 
 
+@pytest.mark.contract("A17")
 def test_fewer_tenants_than_jobs_to_take_get_equal_shares(hand: Hand) -> None:
     enqueue(hand, "a1 a2 a3 a4 a5 c1 b1 b2 b3 b4")
     assert keys(take(hand, 9)) == "a1 b1 c1 a2 b2 a3 b3"
@@ -105,6 +109,7 @@ def test_a_tenant_that_is_alone_gets_everything(hand: Hand) -> None:
     assert keys(take(hand, 3)) == "a1 a2 a3"
 
 
+@pytest.mark.contract("A17")
 def test_what_does_not_come_out_even_goes_to_those_who_are_first(hand: Hand) -> None:
     enqueue(hand, "a1 a2 b1 b2 c1 c2 c3")
     assert keys(take(hand, 4, served="b")) == "c1 a1 b1 c2"
@@ -210,6 +215,26 @@ def test_an_expired_lease_is_taken_over_below_the_limit_of_evictions(
     admin.execute("select pg_sleep(0.002)")
     claims = take(hand, max_evictions=limit, ttl_seconds=0.001).claims
     assert [claim.evictions for claim in claims] == [evictions + 1] * (2 * taken)
+
+
+@pytest.mark.contract("X10")
+@pytest.mark.field("L19")
+@pytest.mark.parametrize("fair", [False, True])
+def test_a_kinds_limit_of_evictions_goes_into_its_claims(hand: Hand, admin: Admin, *, fair: bool) -> None:
+    """The reaper sees to jobs at their limit, too: it may be too late."""
+    enqueue(hand, "a1")
+    assert keys(take(hand)) == "a1"
+    admin.execute("update pgworker.jobs set evictions = 2, lease_expires_at = clock_timestamp()")
+    admin.execute("select pg_sleep(0.002)")
+    for limit, taken in ((3, []), (4, ["a1"])):
+        policy = make_policy("standard", {"fair": fair, "max_evictions": limit})
+        kind = declare_kind(hand.kind, policy, payload=object, payload_limit=None, version=1)
+        queue, lane, token = JobsTable(hand.tables, kind), Lane(hand.kind, 0, 0), uuid4()
+        if fair:
+            claims = hand.send(queue.claim_fair(lane, limit=5, token=token, runner="r")).claims
+        else:
+            claims = hand.send(queue.claim(lane, limit=5, token=token, runner="r"))
+        assert [claim.key for claim in claims] == taken
 
 
 def test_a_lease_from_before_the_server_was_started_is_no_eviction(hand: Hand, admin: Admin) -> None:

@@ -23,6 +23,7 @@ from pgworker.job import Claim
 from pgworker.outcome import Success
 from pgworker.statements import (
     BEGINNING,
+    Cursor,
     Insert,
     Lane,
     Statement,
@@ -193,9 +194,18 @@ def is_taken_for_empty(admin: Admin, table: str) -> bool:
     return any(pages > 0 and rows == 0 for pages, rows in partitions)
 
 
-def claim(limit: int) -> Statement[list[Claim]]:
+def claim(limit: int, after: Cursor = BEGINNING) -> Statement[list[Claim]]:
+    token = uuid4()
     return claim_jobs(
-        TABLES, LANE, limit=limit, token=uuid4(), runner="by hand", ttl_seconds=60.0, max_evictions=5, version=1
+        TABLES,
+        LANE,
+        limit=limit,
+        token=token,
+        runner="by hand",
+        ttl_seconds=60.0,
+        max_evictions=5,
+        version=1,
+        after=after,
     )
 
 
@@ -319,6 +329,34 @@ def test_a_claim_reads_what_it_takes(
         assert pick.pages <= 3 * 100 + 30
         assert pick.filtered <= 100
         assert plan.pages <= 30 * 100 + 100  # with the update of each row, which must find it by the primary key
+
+
+@pytest.mark.contract("A19")
+@pytest.mark.timeout(120)
+def test_a_claim_that_is_not_filled_reads_nothing_of_what_is_planned(admin: Admin, explainer: Explainer) -> None:
+    without_autovacuum(admin)
+    kept = explainer.prepare(claim(100))
+    fill(admin, 50, future=20_000)
+    for plan in (explainer.prepared(kept, claim(100)), explainer.fresh(claim(100))):
+        pick = plan.part("pick")
+        assert pick.filtered == 0
+        assert pick.pages <= 3 * 50 + 30
+
+
+@pytest.mark.contract("A19")
+@pytest.mark.timeout(120)
+def test_a_claim_that_begins_behind_others_reads_nothing_of_these(
+    hand: Hand, admin: Admin, explainer: Explainer
+) -> None:
+    without_autovacuum(admin)
+    kept = explainer.prepare(claim(100))
+    fill(admin, 11_000)
+    last = hand.claim(10_000)[-1]
+    behind = claim(100, (last.ready_at, last.id))
+    for plan in (explainer.prepared(kept, behind), explainer.fresh(behind)):
+        pick = plan.part("pick")
+        assert pick.filtered == 0
+        assert pick.pages <= 3 * 100 + 30
 
 
 @pytest.mark.ruling("0.4")

@@ -6,10 +6,11 @@ import psycopg
 import pytest
 
 from pgworker.operations import BEGINNING, Cursor, PrunedResults, Seen, Shelf, expire_results, read_results
-from pgworker.statements import Statement
+from pgworker.outcome import Success
+from pgworker.statements import Statement, finish_jobs
 from tests.databases import TABLES, Connection
 from tests.handles import Hand
-from tests.plans.test_plans import Explainer, fill, without_autovacuum
+from tests.plans.test_plans import Explainer, fill, take_for_empty, without_autovacuum
 
 
 @pytest.fixture
@@ -51,6 +52,29 @@ def test_reading_results_probes_once_a_key(hand: Hand, admin: Connection, result
         assert plan.rows <= 100
         assert plan.filtered == 0
     assert [(seen.key, seen.value) for seen in hand.send(read(3))] == [("d1", "1"), ("d2", "1"), ("d3", "1")]
+
+
+@pytest.mark.ruling("0.3")
+@pytest.mark.timeout(120)
+def test_a_success_without_a_value_drops_the_older_ones_by_their_keys(
+    hand: Hand, admin: Connection, results_explainer: Explainer
+) -> None:
+    without_autovacuum(admin)
+    fill_results(admin, 1)
+    take_for_empty(admin, "pgworker.results")
+    admin.execute("delete from pgworker.jobs")
+    hand.enqueue("only")
+    kept = results_explainer.prepare(finish_jobs(TABLES, "work", [(hand.claim()[0], Success(None))]))
+    fill_results(admin, 30_000)
+    admin.execute(
+        "update pgworker.jobs set state = 'pending', finished_at = null, ready_at = clock_timestamp()"
+        " where id in (select id from pgworker.jobs where has_result order by id limit 100)"
+    )
+    finish = finish_jobs(TABLES, "work", [(claim, Success(None)) for claim in hand.claim(100)])
+    for plan in (results_explainer.prepared(kept, finish), results_explainer.fresh(finish)):
+        dropped = plan.part("dropped")
+        assert dropped.root["Plans"][0]["Actual Rows"] == 100
+        assert dropped.passed <= 2 * 100
 
 
 @pytest.mark.ruling("2.14")

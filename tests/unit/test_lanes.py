@@ -194,6 +194,7 @@ async def test_a_hint_is_looked_after_at_once(script: Script, claimer: Claimer) 
     assert [each.priority for each in (await claimer.round(1)).claims] == [-5]
 
 
+@pytest.mark.contract("A17")
 async def test_a_round_that_is_not_filled_looks_for_more(script: Script, claimer: Claimer) -> None:
     script.ready = {FRESH: 7}
     await claimer.round(5)

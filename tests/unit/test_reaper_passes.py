@@ -15,6 +15,7 @@ from pgworker.statements import BEGINNING, Cursor, Due, Lane, Reaped
 LANE = Lane("work", 0, 0)
 NOON = datetime(2026, 1, 1, 12, tzinfo=UTC)
 PAGE = 1_000
+pytestmark = pytest.mark.ruling("1.7")
 
 
 class Page(NamedTuple):
