@@ -134,7 +134,10 @@ Element: TypeAlias = str | int | float | UUID | None
 
 
 def array_literal(values: Sequence[Element]) -> str:
-    """The literal of an array of numbers, of UUIDs, or of texts without a NUL, which the database could not store."""
+    """The literal of an array of numbers, of UUIDs, or of texts; psycopg.DataError for a NUL that would part a text.
+
+    (Where all are the same, or some are None, the driver itself refuses it.)
+    """
     if not values:
         return "{}"
     first = values[0]

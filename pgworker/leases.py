@@ -280,7 +280,8 @@ class LeaseKeeper:
     def _connected(self) -> SyncConnection:
         if self._connection is None or self._connection.closed:
             self._connection = psycopg.connect(conninfo(self._settings.dsn, "lease"), autocommit=True)
-            self._connection.execute(session_settings(self._deadline, keep_plans=False))
+            settings = session_settings(self._deadline, keep_plans=False)  # renewals of apps' own tables go here, too
+            self._connection.execute(settings)
             self._connection.execute(_LOCK_TIMEOUT)
         return self._connection
 

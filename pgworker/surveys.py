@@ -18,6 +18,7 @@ from pgworker.queue import JobsTable, Queue
 from pgworker.statements import Due, Statement
 
 _QUICK_SECONDS = 1.0
+"""A survey that takes no longer is made together with the others' again."""
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,8 @@
 
 Every queue gets a new database on our server. Jobs are enqueued first, then the workers start; the clock runs from the
 first job's call until the database shows nothing left, and so do the counters: starting up costs nobody anything. The
-settings are meant to be good ones (only pgqueuer's batch was swept); benchmarks/peers/drive_*.py say which. pgworker
-goes the same way here, so that its row is made as the others' are; it is not the figure of P1.
+settings were swept, and none was better beyond the noise; benchmarks/peers/drive_*.py say which. pgworker goes the same
+way here, but that its worker is run by its command line; it is not the figure of P1.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""pgworker by the same commands, so that its row is made as the others' are."""
+"""pgworker by the same commands as the others; its worker is run by its command line."""
 
 # ruff: noqa: D102, ARG001 - the methods are those of driving.Driver; handlers get what they get
 from __future__ import annotations

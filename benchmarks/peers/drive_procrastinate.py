@@ -1,4 +1,4 @@
-"""procrastinate: one query a job at each end, so the concurrency is what counts. 30 is a guess."""
+"""procrastinate: one query a job at each end, so the concurrency is what counts: of 10, 30 and 100 at once."""
 
 # ruff: noqa: D102, ARG001 - the methods are those of driving.Driver; handlers get what they get
 from __future__ import annotations
