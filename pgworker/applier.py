@@ -127,7 +127,9 @@ class Applier:
             generation = await send(connection, self._queue.check(ending.claim))
             if generation != ending.claim.generation:
                 return LOST if generation is None else _NEW_WORK, ending.decision
-            decision = await self._ask_guests(connection, ending)
+            decision = ending.decision
+            with anyio.CancelScope():  # one that a guest leaves open is found here, and not after the commit
+                decision = await self._ask_guests(connection, ending)
             await connection.execute(PINNED)
             answers = await send(connection, self._statement(ending.claim, decision))
             return _kept(answers.get(ending.claim.id, LOST), decision), decision

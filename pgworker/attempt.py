@@ -13,7 +13,7 @@ import anyio
 from pgworker.applier import Applier
 from pgworker.deadlines import Deadlines
 from pgworker.ending import Ending
-from pgworker.errors import PayloadError
+from pgworker.errors import PayloadError, class_name
 from pgworker.events import Event, JobLost
 from pgworker.executors.guest import Contained, is_stopping
 from pgworker.executors.results import raised
@@ -103,7 +103,7 @@ class Attempt:
     outside of it. Never raises for anything that the handler does.
     """
 
-    __slots__ = ("_called", "_ended", "_items", "_releasing", "_scope", "_started", "_tools", "left")
+    __slots__ = ("_called", "_ended", "_is_finishing", "_items", "_releasing", "_scope", "_started", "_tools", "left")
 
     def __init__(self, tools: Tools, held: Sequence[Held], ended: Callable[[Attempt], None]) -> None:
         self._tools = tools
@@ -111,6 +111,7 @@ class Attempt:
         self.left = 0
         self._scope: anyio.CancelScope | None = None
         self._releasing = False
+        self._is_finishing = False
         self._called: Sequence[_Item] = ()
         self._started = time.monotonic()
         self._items = [_Item(self, each, job := _job(each.claim), job.signal) for each in held]
@@ -155,6 +156,12 @@ class Attempt:
         called = [item for item in self._items if item.result is None and self._is_wanted(item)]
         if called and not self._releasing:
             await self._call_handler(called, scope)
+
+    @property
+    def can_be_finished(self) -> bool:
+        """Whether it is known of some job at least what is to become of it, and nobody has begun to write that."""
+        is_known = self._releasing or any(item.result is not None or item.signal.is_set() for item in self._items)
+        return is_known and not self._is_finishing
 
     def excuse(self) -> bool:
         """Give back the jobs of a call that somebody unknown has cancelled; says whether there are any.
@@ -222,6 +229,10 @@ class Attempt:
         self._tools.deadlines.begin(scope)
         try:
             results = await self._results([item.job for item in items])
+        except asyncio.CancelledError as error:
+            if scope.cancel_called:
+                raise
+            results = raised(self._tools.kind, error, len(items))  # by a scope that the handler has left open
         finally:
             self._scope = None
             if self._tools.deadlines.end(scope):  # what came after the deadline does not count
@@ -240,7 +251,7 @@ class Attempt:
             return raised(self._tools.kind, error, len(jobs))
         if len(results) != len(jobs):
             return [Failed(HANDLER_RESULT_COUNT, permanent=True)] * len(jobs)
-        return [each if is_result(each) else Failed(RESULT_REJECTED, type(each).__name__) for each in results]
+        return [each if is_result(each) else Failed(RESULT_REJECTED, class_name(each)) for each in results]
 
     def _decode(self, item: _Item) -> None:
         try:
@@ -258,6 +269,7 @@ class Attempt:
 
     async def finish(self) -> None:
         """Write every job's end; completions with the app's own code in them one by one, the rest together."""
+        self._is_finishing = True
         run_seconds = time.monotonic() - self._started
         endings: list[Ending] = []
         for item in self._items:

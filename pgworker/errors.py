@@ -1,4 +1,4 @@
-"""Every error that pgworker raises on purpose.
+"""Every error that pgworker raises on purpose, and the name of any other.
 
 PgworkerError
 ├── ConfigError            a setting, policy or registration that cannot work (also ValueError)
@@ -20,6 +20,16 @@ PgworkerError
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final, cast
+
+_CLASS_NAME: Final = cast("Callable[[type], str]", type.__dict__["__name__"].__get__)
+
+
+def class_name(value: object) -> str:
+    """The name that its class was defined with: what a metaclass says instead may raise, or be no text at all."""
+    return _CLASS_NAME(type(value))
 
 
 class PgworkerError(Exception):

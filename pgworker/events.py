@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from pgworker.errors import class_name
 from pgworker.job import State
 
 _log = logging.getLogger("pgworker")
@@ -76,7 +77,7 @@ class Events:
             try:
                 observer(event)
             except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - whatever a guest raises stays with it
-                _log.warning("observer failed event=%s error=%s", type(event).__name__, type(error).__name__)
+                _log.warning("observer failed event=%s error=%s", type(event).__name__, class_name(error))
 
 
 def _log_event(event: Event) -> None:

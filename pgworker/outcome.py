@@ -32,6 +32,7 @@ QUEUE_INVALID_CLAIM = "queue_invalid_claim"
 QUEUE_BATCH_LIMIT_EXCEEDED = "queue_batch_limit_exceeded"
 
 _MAX_CODE_LENGTH = 63
+_MAX_ERROR_LENGTH = 200
 _LONGEST = timedelta(days=3650)  # past that, instants leave the range of the database's timestamps
 
 
@@ -42,6 +43,11 @@ def _checked(code: str, default: str) -> str:
         msg = f"a code is one printable ASCII word of at most {_MAX_CODE_LENGTH} characters (it is stored and shown)"
         raise ConfigError(msg)
     return code
+
+
+def _shown(text: str) -> str:
+    """A text that can be stored and fits a line, whatever an app has called its classes and its fields."""
+    return (text if text.isprintable() else ascii(text)[1:-1])[:_MAX_ERROR_LENGTH]
 
 
 def _wait(name: str, wait: object) -> timedelta:
@@ -142,6 +148,11 @@ class Failed:
     code: str
     error_class: str | None = None
     permanent: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "code", _checked(self.code, HANDLER_FAILED))
+        if self.error_class is not None:
+            object.__setattr__(self, "error_class", _shown(self.error_class))
 
     @property
     def is_cancelled(self) -> bool:

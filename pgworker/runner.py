@@ -133,8 +133,7 @@ class Runner:
         )
         async with anyio.create_task_group() as helpers:
             helpers.start_soon(finisher.run)
-            async with anyio.create_task_group() as calls:
-                self._slots = Slots(tools, calls)
+            async with Slots(tools) as self._slots:
                 await self._claim_until_stopped(self._slots)
                 await self._drain(self._slots)
             helpers.cancel_scope.cancel()

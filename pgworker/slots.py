@@ -6,14 +6,17 @@ import asyncio
 import contextvars
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Self
 
 import anyio
-import anyio.abc
 
 from pgworker.attempt import Attempt, Tools
+from pgworker.errors import class_name
 from pgworker.events import RunnerTrouble
-from pgworker.executors.guest import Contained, is_stopping
+from pgworker.executors.guest import Contained
 from pgworker.executors.results import raised
 from pgworker.leases import Held
 from pgworker.outcome import HANDLER_PANIC
@@ -30,13 +33,15 @@ class Slots:
     What has been claimed and is not written yet is never more than the slots hold and the policy's prefetch.
 
     A call that has to wait for anything has its task for itself, to its end. Those that never wait follow each other in
-    one task, as long as they leave its context as it was: a task costs more than such a call.
+    one task, as long as they leave its context as it was: a task costs more than such a call. No task is a child of the
+    runner's: what a handler does to its own, as leaving a scope of anyio's open, ends there.
+
+    `async with` ends when the last call has, and cancels them all if its body raises.
     """
 
-    def __init__(self, tools: Tools, group: anyio.abc.TaskGroup) -> None:
+    def __init__(self, tools: Tools) -> None:
         policy = tools.kind.policy
         self._tools = tools
-        self._group = group
         self._concurrency = policy.concurrency
         self._size = tools.kind.call_size
         self._prefetch = policy.prefetch
@@ -55,6 +60,29 @@ class Slots:
         self._burst = 1
         self._each_alone = False
         """Whether no call follows another in one task: what one has left behind has cancelled another."""
+        self._tasks: dict[asyncio.Task[None], anyio.CancelScope] = {}
+        """With the scope that each runs in from its first step to its last."""
+        self._is_broken = False
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._closed = self._is_broken = True
+            for scope in self._tasks.values():
+                scope.cancel()
+        stray: asyncio.CancelledError | None = None
+        with anyio.CancelScope(shield=True):
+            while self._tasks:
+                try:
+                    await asyncio.wait(self._tasks)
+                except asyncio.CancelledError as cancelled:  # not even the end of the loop leaves a call behind
+                    stray = cancelled
+        if stray is not None:
+            raise stray
 
     # --- what is asked of it ----------------------------------------------------------------------------------------
 
@@ -145,10 +173,23 @@ class Slots:
         waiting = -(-len(self._buffer) // self._size)
         if waiting and not self._closed:
             for _ in range(min(waiting, self._concurrency - len(self._calling), self._burst)):
-                self._group.start_soon(self._work)
+                self._start(self._work)
             self._burst = min(2 * self._burst, self._concurrency)
 
-    async def _work(self) -> None:
+    def _start(self, work: Callable[[anyio.CancelScope], Coroutine[object, object, None]]) -> asyncio.Task[None]:
+        scope = anyio.CancelScope()
+        task = self._tools.loop.create_task(work(scope))
+        task.add_done_callback(self._task_has_ended)
+        self._tasks[task] = scope
+        return task
+
+    def _task_has_ended(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._lost_track(error)
+        self._rouse()
+
+    async def _work(self, whole: anyio.CancelScope) -> None:
         """Call after call, until one of them has to wait or leaves something to do."""
         me = self._leader = object()
         self._rouse()
@@ -157,35 +198,34 @@ class Slots:
         is_first = True
         attempt: Attempt | None = None
         try:
-            async with Contained():
-                with anyio.CancelScope() as scope:
-                    while (attempt := self._begin()) is not None:
-                        await attempt.call(scope)
-                        if not is_first and attempt.excuse():
-                            self._each_alone = True  # so that no job is excused again and again
-                        if not attempt.hand_over():
-                            break
-                        self._calling.discard(attempt)
-                        attempt, is_first = None, False
-                        if scope.cancel_called or not self._may_go_on(me, until, context):
-                            break
-            if attempt is not None:
-                await attempt.call_again()
-                self._calling.discard(attempt)
-                self._rouse()
-                await attempt.finish()
-        except asyncio.CancelledError as error:
-            if is_stopping():
-                raise
-            self._lost_track(error)  # of the app's making; passed on, it would end the runner in silence
-        except Exception as error:  # noqa: BLE001 - a fault of ours in one call must not take the whole worker along
+            with whole:
+                async with Contained():
+                    with anyio.CancelScope() as scope:
+                        while (attempt := self._begin()) is not None:
+                            await attempt.call(scope)
+                            if not is_first and attempt.excuse():
+                                self._each_alone = True  # so that no job is excused again and again
+                            if not attempt.hand_over():
+                                break
+                            self._calling.discard(attempt)
+                            attempt, is_first = None, False
+                            if scope.cancel_called or not self._may_go_on(me, until, context):
+                                break
+                if attempt is not None:
+                    await attempt.call_again()
+                    self._calling.discard(attempt)
+                    self._rouse()
+                    await attempt.finish()
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - one call must not take the worker along
+            self._each_alone = True
             self._lost_track(error)
+            if attempt is not None and attempt.can_be_finished and not self._is_broken:
+                rest = self._start(partial(_finish, attempt))  # a scope that was left open would strike here, too
+                rest.add_done_callback(partial(self._forsake, attempt))
+                attempt = None
         finally:
             if attempt is not None:
-                self._calling.discard(attempt)
-                self._tools.leases.drop(attempt.held)
-                self._end(attempt)
-            self._rouse()
+                self._forsake(attempt)
 
     def _may_go_on(self, me: object, until: float, context: contextvars.Context) -> bool:
         """Whether one more call may begin in the same task."""
@@ -216,6 +256,12 @@ class Slots:
         self._calls.add(attempt)
         attempt.give_back()
 
+    def _forsake(self, attempt: Attempt, _: object = None) -> None:
+        """Do no more for its jobs; the leases of those that are not written run out."""
+        self._calling.discard(attempt)
+        self._tools.leases.drop(attempt.held)
+        self._end(attempt)
+
     def _end(self, attempt: Attempt) -> None:
         self._calls.discard(attempt)
         attempt.close()
@@ -224,7 +270,12 @@ class Slots:
     def _lost_track(self, error: BaseException) -> None:
         """A call ended without a verdict on its jobs: their leases run out, and they run again."""
         raised(self._tools.kind, error, 1)  # says where it came from
-        self._tools.tell(RunnerTrouble(self._tools.kind.name, HANDLER_PANIC, type(error).__name__))
+        self._tools.tell(RunnerTrouble(self._tools.kind.name, HANDLER_PANIC, class_name(error)))
+
+
+async def _finish(attempt: Attempt, whole: anyio.CancelScope) -> None:
+    with whole:
+        await attempt.finish()
 
 
 def _is_as_it_was(context: contextvars.Context) -> bool:

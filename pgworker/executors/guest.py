@@ -19,9 +19,9 @@ def is_stopping() -> bool:
 class Contained:
     """`async with Contained():` the app's code, whose cancellations of its own task end here.
 
-    A library's stray `task.cancel()` would else strike at the next await, which is the runner's, and take the task
-    group of all its calls along. Passes every exception on; a CancelledError is the code's own doing unless
-    `is_stopping()`. To be made in the task that it is for; `loop`, if it is known, saves a system call.
+    A library's stray `task.cancel()` would else strike at the next await, which is ours. Passes every exception on; a
+    CancelledError is the code's own doing unless `is_stopping()`. To be made in the task that it is for; `loop`, if it
+    is known, saves a system call.
     """
 
     __slots__ = ("_before", "_task")

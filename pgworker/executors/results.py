@@ -9,7 +9,7 @@ from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import cast
 
-from pgworker.errors import ConfigError, PayloadError
+from pgworker.errors import ConfigError, PayloadError, class_name
 from pgworker.kind import Kind
 from pgworker.outcome import (
     HANDLER_FAILED,
@@ -43,7 +43,7 @@ def returned(kind: Kind, answer: object, count: int) -> Sequence[Result]:
         return [NOTHING] * count
     answers = cast("Sequence[object]", answer)
     if not isinstance(answer, (list, tuple)) or len(answers) != count:
-        what = f"{len(answers)} outcomes" if isinstance(answer, (list, tuple)) else f"a {type(answer).__name__}"
+        what = f"{len(answers)} outcomes" if isinstance(answer, (list, tuple)) else f"a {class_name(answer)}"
         _log.warning(
             "kind=%s returned %s for %d jobs: a batch handler returns a list of outcomes, or is annotated -> None",
             kind.name, what, count,
@@ -61,7 +61,7 @@ def _one(kind: Kind, answer: object) -> Result:
         return Returned(_codec(kind, answer).encode(answer), answer)
     except PayloadError as error:
         _log.warning("result rejected kind=%s path=%s reason=%s", kind.name, error.path, error.reason)
-        return Failed(RESULT_REJECTED, type(answer).__name__)
+        return Failed(RESULT_REJECTED, class_name(answer))
 
 
 def _codec(kind: Kind, answer: object) -> Codec:
@@ -82,7 +82,7 @@ def raised(kind: Kind, error: BaseException, count: int) -> Sequence[Failed]:
     panic = not isinstance(_innermost(error), (Exception, asyncio.CancelledError))
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     where = " < ".join(f"{frame.filename}:{frame.lineno}:{frame.name}" for frame in reversed(frames))
-    name = type(_innermost(error)).__name__
+    name = class_name(_innermost(error))
     _log.warning("handler raised kind=%s error=%s at %s", kind.name, name, where)
     code = HANDLER_PANIC if panic else HANDLER_FAILED
     return [Failed(code, name, permanent=panic and kind.policy.panic == "permanent")] * count

@@ -618,3 +618,21 @@ async def test_a_result_that_cannot_be_sent_fails_its_own_job_only(dsn: str, adm
         "d": None,
     }
     assert [(result(admin, key) or {}).get("value") for key in "abcd"] == ["of a", None, "of c", "of d"]
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", 5])
+async def test_an_exception_whose_class_lies_about_its_name_fails_its_own_job_only(
+    app: App, admin: Admin, name: object
+) -> None:
+    liar = type("Liar", (type,), {"__name__": property(lambda cls: name)})
+    odd = liar("Odd", (Exception,), {})
+    seen = Recorder(app)
+
+    @app.kind("work", concurrency=2, max_attempts=1)
+    async def work(job: Job[object]) -> None:
+        if job.payload == "odd":
+            raise odd
+
+    await app.enqueue("work", "odd", key="odd")
+    await run_and_prove_life(app, seen, settled=1)
+    assert (row(admin, "odd")["last_code"], row(admin, "odd")["last_error"]) == ("handler_failed", "Odd")

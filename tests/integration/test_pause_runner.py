@@ -146,6 +146,26 @@ async def test_what_a_claim_brings_after_a_sibling_has_paused_is_given_back(
 
 
 @pytest.mark.contract("A51")
+async def test_no_call_of_the_same_turn_begins_after_one_that_has_asked_for_a_pause(app: App) -> None:
+    called: list[int] = []
+
+    @app.kind("work", concurrency=8, prefetch=20)
+    async def work(job: Job[int]) -> Pause | None:
+        called.append(job.payload)
+        if job.payload == 1:
+            return Pause(60, "down")
+        await anyio.sleep(0.2)
+        return None
+
+    seen = Recorder(app)
+    await app.enqueue_many("work", jobs(12))
+    async with running(app.worker()):
+        await seen.count(JobSettled, 12)  # with those that are given back
+    assert called[-1] == 1
+    assert called == sorted(called)
+
+
+@pytest.mark.contract("A51")
 @pytest.mark.race(11)
 async def test_no_call_begins_while_the_job_that_asked_for_the_pause_is_being_written(
     app: App, monkeypatch: pytest.MonkeyPatch

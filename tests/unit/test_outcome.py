@@ -103,9 +103,25 @@ def test_a_blank_code_becomes_handler_failed() -> None:
 @pytest.mark.contract("A46")
 @pytest.mark.parametrize("code", ["two words", "x" * 64, "naïve", "a\nb", "a\0b"])
 def test_a_code_that_could_carry_a_text_is_refused(code: str) -> None:
-    for make in (lambda: Retry(code=code), lambda: Permanent(code), lambda: Park(code, SECOND), lambda: Cancel(code)):
+    for make in (
+        lambda: Retry(code=code),
+        lambda: Permanent(code),
+        lambda: Park(code, SECOND),
+        lambda: Cancel(code),
+        lambda: Failed(code),
+    ):
         with pytest.raises(ConfigError, match="code"):
             make()
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\ud800b", "a\nb", "x" * 300], ids=["NUL", "surrogate", "two lines", "long"])
+def test_what_failed_is_named_by_a_text_that_can_be_stored(text: str) -> None:
+    """Names come from an app's classes and, in paths, from the names of its fields."""
+    named = Failed("code", text).error_class
+    assert named is not None
+    assert named.isprintable()
+    assert 0 < len(named) <= 200
+    assert named[0] == text[0]
 
 
 @pytest.mark.ruling("2.31")
