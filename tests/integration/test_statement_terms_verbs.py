@@ -71,13 +71,17 @@ def test_each_job_of_a_cancel_has_its_own_answer(hand: Hand, admin: Admin, dsn: 
     for key in ("waiting", "busy", "neighbour"):
         hand.enqueue(key)
     fail(hand, "ended")
-    copy_of(admin, "waiting", kind="copy")
-    admin.execute("update pgworker.jobs set cancel_requested_at = clock_timestamp() where key = 'asked'")
+    copied = ("waiting", "running", "asked")
+    for key in copied:
+        copy_of(admin, key, kind="copy")
+    admin.execute(
+        "update pgworker.jobs set cancel_requested_at = clock_timestamp() where kind = 'work' and key = 'asked'"
+    )
     admin.execute(
         "update pgworker.jobs set cancel_requested_at = clock_timestamp(), lease_expires_at = clock_timestamp()"
         " where key = 'lapsed'"
     )
-    untouched = [("work", key) for key in ("busy", "neighbour", "ended", "asked")] + [("copy", "waiting")]
+    untouched = [("work", key) for key in ("busy", "neighbour", "ended", "asked")] + [("copy", key) for key in copied]
     before = everything(admin, but=("", ""))
     ids = {key: id_of(admin, key) for key in ("waiting", "running", "asked", "lapsed", "busy", "ended")}
     with psycopg.connect(dsn) as other:
