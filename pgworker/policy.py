@@ -328,15 +328,15 @@ def _read(name: str, value: object) -> object:
     if fits and value == UNLIMITED and name in _MAY_BE_UNLIMITED:
         return UNLIMITED
     read = value
-    if fits and timedelta in types and isinstance(value, (int, float)):
+    if timedelta in types and isinstance(value, (int, float)):
         try:
             read = timedelta(seconds=value)
         except (ValueError, OverflowError):  # no number, or one that is no time
             fits = False
-    if isinstance(read, timedelta):
+    if fits and isinstance(read, timedelta):
         fits = timedelta(0) <= read <= _LONGEST
         takes = f"{takes} (at most {_LONGEST.days} days)"
-    elif isinstance(read, int):
-        fits = fits and read >= 0
+    elif fits and isinstance(read, int):
+        fits = read >= 0
     _check(holds=fits, message=f"{name}: {takes}; got {value!r}")
     return read

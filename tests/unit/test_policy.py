@@ -136,11 +136,14 @@ def test_choices_and_weights_that_there_are_not_are_refused(options: Any) -> Non
         ({"batch": True}, "batch: a whole number up to 10000; got True"),
         ({"prefetch": "5"}, "prefetch: a whole number up to 10000; got '5'"),
         ({"max_attempts": "3"}, "max_attempts: a whole number, or -1 for no limit; got '3'"),
+        ({"max_attempts": -1.0}, "max_attempts: a whole number, or -1 for no limit; got -1.0"),
         ({"fair": "no"}, "fair: True or False; got 'no'"),
         ({"singly": 1, "batch": 2}, "singly: True or False; got 1"),
         ({"weights": "41"}, "weights: two numbers of rounds, such as (4, 1); got '41'"),
         ({"facts": ["all"]}, "facts: one of all, exceptional, none; got ['all']"),
         ({"lease": 30}, "lease: a Lease; got 30"),
+        ({"lease": SECOND}, "lease: a Lease; got datetime.timedelta(seconds=1)"),
+        ({"max_evictions": SECOND * 0}, "max_evictions: a whole number, or -1 for no limit; got datetime.timedelta(0)"),
         ({"preset": ["pool"]}, "no preset ['pool']; there are content, dispatch, pool, simple, standard"),
         ({"version": "2"}, "a kind's version is 1 to 32767, got '2'"),
         ({"payload_limit": "1MB"}, f"a payload limit is 1 to {255 * 2**20} bytes, got '1MB'"),
@@ -227,6 +230,7 @@ def test_for_how_long_a_kind_keeps_its_jobs() -> None:
     assert kept("default") == kept("zero", keep=0, keep_failed=timedelta(0)) == (week, month)
     assert kept("seconds", keep=60, keep_failed=0.5) == (timedelta(minutes=1), timedelta(seconds=0.5))
     assert kept("duration", keep=timedelta(days=1)) == (timedelta(days=1), month)
+    assert kept("longest", keep=timedelta(days=3650), keep_failed=3650 * 86_400) == (timedelta(days=3650),) * 2
     assert kept("forever", keep=-1, keep_failed=-1) == (None, None)
     for wrong in (-2, -0.5, timedelta(seconds=-1), timedelta(days=3651)):
         with pytest.raises(ConfigError, match="keep: seconds, a timedelta, or -1 for ever"):
