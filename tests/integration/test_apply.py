@@ -206,20 +206,19 @@ async def test_a_lease_that_ends_during_apply_takes_the_writes_back(app: App, ad
 async def test_a_job_row_that_somebody_holds_lets_apply_be_repeated(
     app: App, admin: Admin, dsn: str, steps: Steps
 ) -> None:
-    other = psycopg.connect(dsn)
-    steps.before = lambda: other.execute("select from pgworker.jobs where key = 'k' for update")
     put(admin, "k")
     seen = Recorder(app)
     await app.enqueue("work", "value", key="k")
-    async with running(app.worker()) as worker:
-        with anyio.fail_after(10):
-            while len(steps.calls) < 3:  # noqa: ASYNC110 - apply is called in a thread
-                await anyio.sleep(0.01)
-        assert document(admin, "k") == (None, None)
-        other.rollback()
-        await seen.wait(lambda: bool(seen.of(JobSettled)))
-        assert worker.status()["work"].last_error is None
-    other.close()
+    with psycopg.connect(dsn) as other:
+        steps.before = lambda: other.execute("select from pgworker.jobs where key = 'k' for update")
+        async with running(app.worker()) as worker:
+            with anyio.fail_after(10):
+                while len(steps.calls) < 3:  # noqa: ASYNC110 - apply is called in a thread
+                    await anyio.sleep(0.01)
+            assert document(admin, "k") == (None, None)
+            other.rollback()
+            await seen.wait(lambda: bool(seen.of(JobSettled)))
+            assert worker.status()["work"].last_error is None
     assert document(admin, "k") == ("'value':1", "value")
     assert row(admin, "k")["attempts"] == 0
 

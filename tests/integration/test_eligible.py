@@ -171,7 +171,7 @@ async def test_a_source_that_is_looked_at_with_a_lock_cannot_change_before_the_c
     def begin_to_hide() -> None:
         hiding.start()
         waiting = "select count(*) from pg_stat_activity where wait_event_type = 'Lock' and query like %s"
-        while admin.execute(waiting, ("update public.documents set public%",)).fetchone() == (0,):
+        while hiding.is_alive() and admin.execute(waiting, ("update public.documents set public%",)).fetchone() == (0,):
             pass
 
     steps.in_eligible = begin_to_hide
@@ -209,19 +209,18 @@ async def test_new_work_that_comes_meanwhile_is_not_cancelled_for_the_old(
 async def test_a_job_row_that_somebody_holds_lets_it_be_asked_again(
     app: App, admin: Admin, dsn: str, steps: Steps
 ) -> None:
-    other = psycopg.connect(dsn)
     steps.in_handler = lambda: admin.execute("update public.documents set public = false")
-    steps.in_eligible = lambda: other.execute("select from pgworker.jobs where key = 'k' for update")
     seen = Recorder(app)
     await app.enqueue("work", "value", key="k", revision="r1")
-    async with running(app.worker()):
-        with anyio.fail_after(10):
-            while len(steps.calls) < 3:  # noqa: ASYNC110 - eligible is called in a thread
-                await anyio.sleep(0.01)
-        assert row(admin, "k")["state"] == "pending"
-        other.rollback()
-        await seen.count(JobSettled, 1)
-    other.close()
+    with psycopg.connect(dsn) as other:
+        steps.in_eligible = lambda: other.execute("select from pgworker.jobs where key = 'k' for update")
+        async with running(app.worker()):
+            with anyio.fail_after(10):
+                while len(steps.calls) < 3:  # noqa: ASYNC110 - eligible is called in a thread
+                    await anyio.sleep(0.01)
+            assert row(admin, "k")["state"] == "pending"
+            other.rollback()
+            await seen.count(JobSettled, 1)
     assert row(admin, "k")["state"] == "cancelled"
 
 
