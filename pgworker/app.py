@@ -10,7 +10,7 @@ from pgworker.asyncapp import AsyncApp
 from pgworker.config import Settings
 from pgworker.errors import ConfigError
 from pgworker.events import Events
-from pgworker.kind import Apply, Eligible, Handler, Kind, declare_kind, handled_kind
+from pgworker.kind import Apply, Eligible, Handler, Kind, about_kind, declare_kind, handled_kind
 from pgworker.middleware import Middleware
 from pgworker.policy import Facts, Lease, Policy, PolicyOptions, Stop, make_policy
 from pgworker.registry import Registry
@@ -102,6 +102,7 @@ class App(AsyncApp):
         if callable(cast("object", name)):
             raise ConfigError('write @app.kind("name"): a kind is registered under a name of its own')
         policy = _policy(
+            name,
             preset,
             {
                 "batch": batch,
@@ -127,9 +128,6 @@ class App(AsyncApp):
                 "facts": facts,
             },
         )
-        if window and not batch:
-            msg = f"kind {name!r}: window= is for batches, give batch= with it"
-            raise ConfigError(msg)
 
         def register(handler: H) -> H:
             self._registry.add(
@@ -166,7 +164,7 @@ class App(AsyncApp):
         """Make a kind known that is enqueued here and handled elsewhere; the options must be those given there."""
         options: dict[str, object] = {"supersede": supersede, "fair": fair, "result_ttl": result_ttl}
         options["facts"] = facts
-        policy = _policy("standard", options)
+        policy = _policy(name, "standard", options)
         self._registry.add(
             declare_kind(name, policy, payload=payload, payload_limit=payload_limit, version=version, queue=queue)
         )
@@ -186,6 +184,10 @@ class App(AsyncApp):
         await self.worker(kinds).run()
 
 
-def _policy(preset: str, options: dict[str, object]) -> Policy:
-    given = {name: value for name, value in options.items() if value is not None}
-    return make_policy(preset, cast("PolicyOptions", given))
+def _policy(name: str, preset: str, options: dict[str, object]) -> Policy:
+    given = {option: value for option, value in options.items() if value is not None}
+    with about_kind(name):
+        policy = make_policy(preset, cast("PolicyOptions", given))
+        if given.get("window") and not given.get("batch"):
+            raise ConfigError("window= is for batches, give batch= with it")
+        return policy

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import types
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeAlias, cast
@@ -64,6 +65,16 @@ class Kind:
         return self.apply is not None or self.eligible is not None
 
 
+@contextmanager
+def about_kind(name: str) -> Generator[None, None, None]:
+    """Let a ConfigError that is raised inside say which kind it is about."""
+    try:
+        yield
+    except ConfigError as error:
+        error.args = (f"kind {name!r}: {error}",)
+        raise
+
+
 def declare_kind(
     name: str,
     policy: Policy,
@@ -74,11 +85,12 @@ def declare_kind(
     queue: TableQueue | None = None,
 ) -> Kind:
     """A kind without a handler. Raises ConfigError for a name or version that cannot be stored."""
-    _check_version(version)
     check_kind(name)
-    _check_fair(name, policy, queue)
-    codec = codec_for(payload, limit=payload_limit or DEFAULT_LIMIT_BYTES)
-    return Kind(name, policy, codec, version=version, queue=queue)
+    with about_kind(name):
+        _check_version(version)
+        _check_fair(policy, queue)
+        codec = codec_for(payload, limit=payload_limit or DEFAULT_LIMIT_BYTES)
+        return Kind(name, policy, codec, version=version, queue=queue)
 
 
 def handled_kind(
@@ -95,70 +107,68 @@ def handled_kind(
     queue: TableQueue | None = None,
 ) -> Kind:
     """A kind with a handler; the payload's type is read from its annotation unless it is given."""
-    _check_version(version)
     check_kind(name)
-    _check_fair(name, policy, queue)
-    is_async = inspect.iscoroutinefunction(handler)
-    if policy.singly and not batch:
-        msg = f"kind {name!r}: singly= is for batches, give batch= with it"
-        raise ConfigError(msg)
-    _check_call(name, "a handler takes one argument: the job or, with batch=, the list of jobs", handler, 1)
-    _check_guest(name, "apply", apply, ("the connection", "the job", "the value"), is_async=is_async)
-    _check_guest(name, "eligible", eligible, ("the connection", "the job"), is_async=is_async)
-    hints = _hints(name, handler)
-    annotated = _payload_type(name, hints, batch=batch)
-    wanted = payload if payload is not None else annotated
-    return Kind(
-        name,
-        policy,
-        codec_for(wanted, limit=payload_limit or DEFAULT_LIMIT_BYTES),
-        handler=handler,
-        apply=apply,
-        eligible=eligible,
-        batch=batch,
-        is_async=is_async,
-        returns_nothing="return" in hints and hints["return"] is types.NoneType,
-        version=version,
-        queue=queue,
-        result=_result_codec(hints.get("return"), batch=batch),
-    )
+    with about_kind(name):
+        _check_version(version)
+        _check_fair(policy, queue)
+        if policy.singly and not batch:
+            raise ConfigError("singly= is for batches, give batch= with it")
+        is_async = inspect.iscoroutinefunction(handler)
+        _check_call("a handler takes one argument: the job or, with batch=, the list of jobs", handler, 1)
+        _check_guest("apply", apply, ("the connection", "the job", "the value"), is_async=is_async)
+        _check_guest("eligible", eligible, ("the connection", "the job"), is_async=is_async)
+        hints = _hints(handler)
+        annotated = _payload_type(hints, batch=batch)
+        wanted = payload if payload is not None else annotated
+        return Kind(
+            name,
+            policy,
+            codec_for(wanted, limit=payload_limit or DEFAULT_LIMIT_BYTES),
+            handler=handler,
+            apply=apply,
+            eligible=eligible,
+            batch=batch,
+            is_async=is_async,
+            returns_nothing="return" in hints and hints["return"] is types.NoneType,
+            version=version,
+            queue=queue,
+            result=_result_codec(hints.get("return"), batch=batch),
+        )
 
 
 def _check_version(version: int) -> None:
     if not isinstance(cast("object", version), int) or not 1 <= version <= _MAX_VERSION:
-        msg = f"a kind's version is 1 to {_MAX_VERSION}, got {version!r}"
+        msg = f"version is 1 to {_MAX_VERSION}, got {version!r}"
         raise ConfigError(msg)
 
 
-def _check_fair(name: str, policy: Policy, queue: TableQueue | None) -> None:
+def _check_fair(policy: Policy, queue: TableQueue | None) -> None:
     if policy.fair and queue is not None:
-        msg = f"kind {name!r}: fair= is for jobs in the jobs table, the rows of {queue.table} have no tenants"
+        msg = f"fair= is for jobs in the jobs table, the rows of {queue.table} have no tenants"
         raise ConfigError(msg)
 
 
-def _check_guest(
-    name: str, role: str, function: Callable[..., object] | None, takes: Sequence[str], *, is_async: bool
-) -> None:
+def _check_guest(role: str, function: Callable[..., object] | None, takes: Sequence[str], *, is_async: bool) -> None:
     """Raise ConfigError for a function that could not take part in its kind's completions."""
     if function is None:
         return
     if inspect.iscoroutinefunction(function) != is_async:
-        msg = f"kind {name!r}: handler and {role} must both be `async def` or both be `def`"
+        msg = f"handler and {role} must both be `async def` or both be `def`"
         raise ConfigError(msg)
     count = {2: "two", 3: "three"}[len(takes)]
-    _check_call(name, f"{role} takes {count} arguments: {', '.join(takes)}", function, len(takes))
+    _check_call(f"{role} takes {count} arguments: {', '.join(takes)}", function, len(takes))
 
 
-def _check_call(name: str, wanted: str, function: Callable[..., object], arguments: int) -> None:
+def _check_call(wanted: str, function: Callable[..., object], arguments: int) -> None:
     """Raise ConfigError now for a function that could not be called later."""
     try:
         inspect.signature(function).bind(*range(arguments))
     except TypeError as error:
-        msg = f"kind {name!r}: {wanted} ({error})"
+        msg = f"{wanted} ({error})"
         raise ConfigError(msg) from error
 
 
-def _hints(name: str, handler: Handler) -> dict[str, object]:
+def _hints(handler: Handler) -> dict[str, object]:
     """The handler's annotations, evaluated, with the first parameter's under the empty name."""
     parameters = list(inspect.signature(handler).parameters.values())
     try:
@@ -167,7 +177,7 @@ def _hints(name: str, handler: Handler) -> dict[str, object]:
         # A type that is not visible from the handler's module: it can be given as payload= instead.
         if parameters[0].annotation is inspect.Parameter.empty:
             return {}
-        msg = f"kind {name!r}: cannot evaluate the handler's annotations ({error}); define the types at module level"
+        msg = f"cannot evaluate the handler's annotations ({error}); define the types at module level"
         raise ConfigError(msg) from error
     if parameters[0].name in hints:
         hints[""] = hints[parameters[0].name]
@@ -190,7 +200,7 @@ def _result_codec(annotation: object, *, batch: bool) -> Codec | None:
         return None
 
 
-def _payload_type(name: str, hints: dict[str, object], *, batch: bool) -> object:
+def _payload_type(hints: dict[str, object], *, batch: bool) -> object:
     """T of `Job[T]`, or of `list[Job[T]]` for a batch; object when it is not said."""
     annotation = hints.get("", object)
     if annotation is object or annotation is Any:
@@ -201,11 +211,11 @@ def _payload_type(name: str, hints: dict[str, object], *, batch: bool) -> object
         inner = (*typing.get_args(annotation), Job)[0]
     if is_list != batch:
         wanted = "list[Job[...]] (batch= was given)" if batch else "Job[...] (or give batch=)"
-        msg = f"kind {name!r}: the handler's argument must be {wanted}"
+        msg = f"the handler's argument must be {wanted}"
         raise ConfigError(msg)
     if inner is Job:
         return object
     if typing.get_origin(inner) is not Job:
-        msg = f"kind {name!r}: the handler's argument must be annotated as Job[...] or list[Job[...]]"
+        msg = "the handler's argument must be annotated as Job[...] or list[Job[...]]"
         raise ConfigError(msg)
     return typing.get_args(inner)[0]

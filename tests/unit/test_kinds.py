@@ -32,14 +32,14 @@ def test_a_kind_without_parentheses(app: App) -> None:
 def test_a_handler_of_two_arguments(app: App) -> None:
     async def handler(job: Job[int], extra: int) -> None: ...
 
-    with pytest.raises(ConfigError, match="a handler takes one argument"):
+    with pytest.raises(ConfigError, match=r"^kind 'work': a handler takes one argument"):
         app.kind("work")(handler)  # type: ignore[type-var]
 
 
 def test_an_apply_of_two_arguments(app: App) -> None:
     async def apply(connection: object, job: Job[int]) -> None: ...
 
-    with pytest.raises(ConfigError, match="apply takes three arguments"):
+    with pytest.raises(ConfigError, match=r"^kind 'work': apply takes three arguments"):
         app.kind("work", apply=apply)(good)
 
 
@@ -55,7 +55,7 @@ def test_a_batch_handler_without_a_batch_and_the_reverse(app: App) -> None:
 
     with pytest.raises(ConfigError, match="or give batch="):
         app.kind("work")(batch)
-    with pytest.raises(ConfigError, match="batch= was given"):
+    with pytest.raises(ConfigError, match=r"^kind 'work': .*batch= was given"):
         app.kind("work", batch=2)(good)
 
 

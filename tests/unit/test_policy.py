@@ -73,7 +73,7 @@ def test_a_backoff_whose_cap_lies_below_its_base_is_refused() -> None:
 @pytest.mark.parametrize("kind", ["", " ", "a b", "x" * 64, "ä", "a\0b"])
 def test_a_name_that_cannot_be_a_kind_is_refused(kind: str) -> None:
     app = App("postgresql://nowhere")
-    with pytest.raises(ValueError, match="kind"):
+    with pytest.raises(ValueError, match=r"^not a usable name for a kind"):
 
         @app.kind(kind)
         async def handler(job: Job[object]) -> None: ...
@@ -130,7 +130,7 @@ def test_choices_and_weights_that_there_are_not_are_refused(options: Any) -> Non
         ({"timeout": float("nan")}, "timeout: seconds or a timedelta; got nan"),
         ({"poll": float("inf")}, "poll: seconds or a timedelta; got inf"),
         ({"window": "0.5", "batch": 2}, "window: seconds or a timedelta; got '0.5'"),
-        ({"window": 1}, "kind 'work': window= is for batches, give batch= with it"),
+        ({"window": 1}, "window= is for batches, give batch= with it"),
         ({"concurrency": "10"}, "concurrency: a whole number up to 10000; got '10'"),
         ({"concurrency": 2.5}, "concurrency: a whole number up to 10000; got 2.5"),
         ({"batch": True}, "batch: a whole number up to 10000; got True"),
@@ -145,7 +145,7 @@ def test_choices_and_weights_that_there_are_not_are_refused(options: Any) -> Non
         ({"lease": SECOND}, "lease: a Lease; got datetime.timedelta(seconds=1)"),
         ({"max_evictions": SECOND * 0}, "max_evictions: a whole number, or -1 for no limit; got datetime.timedelta(0)"),
         ({"preset": ["pool"]}, "no preset ['pool']; there are content, dispatch, pool, simple, standard"),
-        ({"version": "2"}, "a kind's version is 1 to 32767, got '2'"),
+        ({"version": "2"}, "version is 1 to 32767, got '2'"),
         ({"payload_limit": "1MB"}, f"a payload limit is 1 to {255 * 2**20} bytes, got '1MB'"),
     ],
 )
@@ -156,7 +156,26 @@ def test_an_option_of_a_wrong_type_is_told_what_it_takes(options: Any, told: str
         @app.kind("work", **options)
         def handler(_: Any) -> None: ...
 
-    assert str(refused.value) == told
+    assert str(refused.value) == f"kind 'work': {told}"
+    assert app.kinds == {}
+
+
+@pytest.mark.contract("A44")
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"facts": "some"}, "facts is one of all, exceptional, none, got 'some'"),
+        ({"result_ttl": "1h"}, "result_ttl: seconds or a timedelta; got '1h'"),
+        ({"version": 0}, "version is 1 to 32767, got 0"),
+        ({"payload_limit": -1}, f"a payload limit is 1 to {255 * 2**20} bytes, got -1"),
+        ({"payload": "no type"}, "no type cannot be the type of a payload or result: "),
+    ],
+)
+def test_a_kind_that_is_declared_wrongly_is_named(options: Any, told: str) -> None:
+    app = App("")
+    with pytest.raises(ConfigError) as refused:
+        app.declare("work", **options)
+    assert str(refused.value).startswith(f"kind 'work': {told}")
     assert app.kinds == {}
 
 
