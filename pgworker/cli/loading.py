@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib
 import sys
 import traceback
+from collections.abc import Iterable
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
+from typing import Final
 
 from pgworker.app import App
-from pgworker.errors import AppNotFound, UnknownKind
+from pgworker.errors import AppNotFound, PgworkerError, UnknownKind
 from pgworker.kind import Kind
+
+_OURS: Final = str(Path(__file__).parents[1])
 
 
 def load_app(target: str) -> App:
@@ -54,9 +59,12 @@ def _import(name: str) -> ModuleType:
 
 
 def _failure(name: str, error: BaseException) -> str:
-    """What the module raised, and where: the innermost line that is not the import machinery's own."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<frozen")]
-    where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else name
+    """What the module raised, and where: the innermost line, or the one that called us if it is we who refuse."""
+    frames: Iterable[traceback.FrameSummary] = traceback.extract_tb(error.__traceback__)[1:]  # the first is _import's
+    if isinstance(error, PgworkerError):
+        frames = takewhile(lambda frame: not frame.filename.startswith(_OURS), frames)
+    places = [f"{frame.filename}:{frame.lineno}" for frame in frames if not frame.filename.startswith("<frozen")]
+    where = places[-1] if places else name
     if isinstance(error, SyntaxError) and error.filename:
         where = f"{error.filename}:{error.lineno}"
     text = str(error.msg if isinstance(error, SyntaxError) else error).strip().partition("\n")[0]

@@ -179,6 +179,10 @@ def test_a_signal_while_the_app_is_being_imported(start: Start, folder: Path) ->
         ("broken:app", "module 'broken' does not import: SyntaxError: "),
         ("lacking:app", "module 'lacking' does not import: ModuleNotFoundError: No module named 'not_there' ({cwd}/"),
         ("leaving:app", "module 'leaving' does not import: SystemExit: 3 ("),
+        (
+            "refused:app",
+            "ConfigError: kind 'work': facts is one of all, exceptional, none, got 'no' ({cwd}/refused.py:3)",
+        ),
     ],
 )
 def test_an_app_that_is_not_to_be_had(folder: Path, target: str, line: str) -> None:
@@ -186,6 +190,7 @@ def test_an_app_that_is_not_to_be_had(folder: Path, target: str, line: str) -> N
     (folder / "broken.py").write_text("def\n")
     (folder / "lacking.py").write_text("import not_there\n")
     (folder / "leaving.py").write_text("import sys\nsys.exit(3)\n")
+    (folder / "refused.py").write_text("from pgworker import App\napp = App()\napp.declare('work', facts='no')\n")
     assert line.format(cwd=folder) in told(invoke("run", target, dsn="host=unused"), 3)
 
 
