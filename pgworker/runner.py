@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
 import anyio
@@ -92,20 +92,8 @@ class Runner:
             msg = f"the runner of kind {self.kind.name!r} runs already"
             raise AlreadyRunning(msg)
         self._running = True
-        done = anyio.Event()
-
-        async def shielded() -> None:
-            with anyio.CancelScope(shield=True):
-                await self._run()
-            done.set()
-
         try:
-            async with anyio.create_task_group() as group:
-                group.start_soon(shielded)
-                try:
-                    await done.wait()
-                finally:
-                    self.stop()
+            await run_to_its_end(self._run, self.stop)
         finally:
             self._running = False
             self._reset()  # now and not at the start: a stop that came before the start counts
@@ -290,6 +278,24 @@ class Runner:
         if isinstance(event, JobSettled) and event.counted and event.state != "succeeded":
             self.wake.set()  # the next survey sees when the job is due again, which may be before the next poll
         self._shared.events.tell(event)
+
+
+async def run_to_its_end(work: Callable[[], Awaitable[None]], stop: Callable[[], object]) -> None:
+    """Run work that no cancelling reaches: it calls `stop` instead, and waits until the work has come to its end."""
+    ended = anyio.Event()
+
+    async def shielded() -> None:
+        with anyio.CancelScope(shield=True):
+            await work()
+        ended.set()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(shielded)
+        try:
+            await ended.wait()
+        finally:
+            if not ended.is_set():
+                stop()
 
 
 async def _cancel_when(event: anyio.Event, scope: anyio.CancelScope) -> None:

@@ -33,7 +33,7 @@ from pgworker.middleware import Middleware
 from pgworker.policy import STORE_TIMEOUT
 from pgworker.queue import JobsTable, Queue, RowsQueue
 from pgworker.retention import prune_forever
-from pgworker.runner import Runner
+from pgworker.runner import Runner, run_to_its_end
 from pgworker.shared import Shared
 from pgworker.status import RunnerStatus
 from pgworker.surveys import Surveys
@@ -145,7 +145,7 @@ class Worker:
             await database.open()
             await apply_database.open()
             sync_apply_database.open()
-            await self._run_runners(shared)
+            await run_to_its_end(partial(self._run_runners, shared), self.stop)
         finally:
             with anyio.CancelScope(shield=True):
                 await sign_off(tables, database, self.name)

@@ -11,7 +11,7 @@ import anyio
 import psycopg
 import pytest
 
-from pgworker import App, Job, Pause
+from pgworker import App, Job, Lease, Pause, Stop
 from pgworker.claimer import Claimer, Taken
 from pgworker.db import Database
 from pgworker.events import JobSettled
@@ -23,7 +23,6 @@ from pgworker.worker import Worker
 from tests.handles import Gate, Hand, Recorder, jobs, running
 
 Admin: TypeAlias = psycopg.Connection[Any]
-Stop: TypeAlias = Callable[[Worker], None]
 
 LONG = timedelta(hours=1)
 
@@ -306,3 +305,32 @@ async def test_what_settles_last_is_told_before_run_returns(app: App) -> None:
         await gate.until(1)
         gate.open()
     assert len(seen.of(JobSettled)) == 1
+
+
+@pytest.mark.parametrize("way", ["drain", "cancel"])
+async def test_a_running_job_is_cancelled_at_once_while_its_worker_drains(app: App, way: str) -> None:
+    """What tells it, the listener, is there until the last job has ended; its lease is renewed much later."""
+    seen, gate, scope = Recorder(app), Gate(), anyio.CancelScope()
+
+    @app.kind("work", lease=Lease.renew(LONG), stop=Stop("drain", LONG))
+    async def work(job: Job[int]) -> None:
+        await gate.pass_through()
+
+    worker = app.worker()
+
+    async def run() -> None:
+        with scope:
+            await worker.run()
+
+    await app.enqueue("work", 1, key="a")
+    async with anyio.create_task_group() as group:
+        group.start_soon(run)
+        await gate.until(1)
+        if way == "cancel":
+            scope.cancel()
+        else:
+            worker.drain()
+        await anyio.sleep(0.2)  # what ends with the stop has ended
+        assert await app.cancel("work", key="a") == 1
+        await seen.count(JobSettled, 1)
+    assert [event.state for event in seen.of(JobSettled)] == ["cancelled"]
