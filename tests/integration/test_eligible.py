@@ -14,6 +14,7 @@ import pytest
 
 from pgworker import App, ConfigError, Job
 from pgworker.events import JobLost, JobSettled, RunnerTrouble
+from tests.chaos.processes import until
 from tests.handles import Hand, Recorder, result, row, running
 
 Admin: TypeAlias = psycopg.Connection[Any]
@@ -219,9 +220,74 @@ async def test_a_job_row_that_somebody_holds_lets_it_be_asked_again(
                 while len(steps.calls) < 3:  # noqa: ASYNC110 - eligible is called in a thread
                     await anyio.sleep(0.01)
             assert row(admin, "k")["state"] == "pending"
+            assert seen.of(RunnerTrouble) == [], "it has waited for the row until it was cut off"
             other.rollback()
             await seen.count(JobSettled, 1)
     assert row(admin, "k")["state"] == "cancelled"
+
+
+@pytest.mark.ruling("1.3", "4.2")
+@pytest.mark.parametrize("order", ["document first", "job first"])
+async def test_the_app_never_loses_a_deadlock_against_a_result_that_is_not_wanted(
+    app: App, admin: Admin, dsn: str, steps: Steps, order: str
+) -> None:
+    """The app holds one of the two rows, and comes for the other once the completion is as far as it gets."""
+    other = psycopg.connect(dsn)
+    other.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+    backend = other.info.backend_pid
+    failures: list[psycopg.Error] = []
+
+    def edit_document() -> None:
+        other.execute("update public.documents set hash = 'r2' where key = 'k'")
+
+    def put_job() -> None:
+        app.sync.enqueue("work", "newer", key="k", revision="r2", conn=other)
+
+    begin, end = (edit_document, put_job) if order == "document first" else (put_job, edit_document)
+
+    def go_on() -> None:
+        try:
+            end()
+            other.commit()
+        except psycopg.Error as error:
+            failures.append(error)
+            other.rollback()
+
+    going_on = threading.Thread(target=go_on)
+
+    def go_on_once_it_waits_for_us() -> None:
+        waiting = "select from pg_stat_activity where %s = any(pg_blocking_pids(pid))"
+        until(lambda: admin.execute(waiting, (backend,)).fetchone() is not None)
+        going_on.start()
+
+    def go_on_and_wait_for_it() -> None:
+        going_on.start()
+        until(lambda: admin.execute("select cardinality(pg_blocking_pids(%s))", (backend,)).fetchone() != (0,))
+
+    watching = threading.Thread(target=go_on_once_it_waits_for_us)
+
+    def begin_in_handler() -> None:
+        steps.in_handler = lambda: None
+        begin()
+        if order == "document first":
+            watching.start()
+
+    steps.in_handler = begin_in_handler
+    if order == "job first":
+        steps.in_eligible = go_on_and_wait_for_it
+    steps.answer = lambda found: bool(found) and row(admin, "k")["payload"] == "newer"
+    seen = Recorder(app)
+    await app.enqueue("work", "value", key="k", revision="r1")
+    async with running(app.worker()):
+        await seen.count(JobSettled, 1, within=20)
+        await seen.count(JobLost, 1)
+    await anyio.to_thread.run_sync(going_on.join, 10)
+    other.close()
+    assert failures == []
+    assert seen.of(RunnerTrouble) == []
+    stored = result(admin, "k")
+    assert stored is not None
+    assert (stored["value"], stored["revision"], row(admin, "k")["attempts"]) == ("newer", "r2", 0)
 
 
 @pytest.mark.parametrize("fault", ["raises", "forgets to answer"])
