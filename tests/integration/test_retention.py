@@ -290,6 +290,50 @@ def test_a_pass_goes_on_page_after_page_and_keeps_its_place(
     assert clear(hand, retention) == (1, 0, 0, 0)
 
 
+@pytest.mark.ruling("1.7")
+def test_a_pass_over_results_goes_on_page_after_page_and_keeps_its_place(
+    app: App, hand: Hand, admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retention_module, "_PAGE", 2)
+    for number in range(5):
+        end(hand, f"s{number}", "r", days=8)
+    end(hand, "f", "r", state="failed", days=8)
+    young = end(hand, "young", "r")
+    admin.execute("update pgworker.results set finished_at = finished_at - interval '8 days' where key <> 'young'")
+    sent: list[tuple[str, int, Cursor]] = []
+
+    def send(statement: Statement[Any]) -> Any:
+        if statement.name == "expire_results":
+            parameters = cast("dict[str, Any]", statement.parameters)
+            assert len(sent) < 20, "it reads the same page for ever"
+            sent.append((parameters["state"], parameters["limit"], (parameters["after"], parameters["after_id"])))
+        return hand.send(statement)
+
+    def pages(state: State) -> list[Cursor]:
+        return [after for of, _, after in sent if of == state]
+
+    retention = Retention(TABLES, kinds(app, "work", result_ttl=DAY, keep=-1, keep_failed=-1))
+    assert drive_sync(retention.prune(), send) == (0, 0, 6, 0)
+    assert results(admin) == {young}
+    assert {limit for _, limit, _ in sent} == {2}, "no statement looks at more than a page"
+    # two full pages and what is left; one that was not full is the last
+    assert (len(pages("succeeded")), len(pages("failed")), len(pages("cancelled"))) == (3, 1, 1)
+    assert pages("succeeded")[0] == pages("failed")[0] == BEGINNING
+    ids = dict(admin.execute("select key, id from pgworker.jobs").fetchall())
+    assert [id_ for _, id_ in pages("succeeded")[1:]] == [ids["s1"], ids["s3"]]
+    sent.clear()
+    assert drive_sync(retention.prune(), send) == (0, 0, 0, 0)
+    assert [(state, after[1]) for state, _, after in sent] == [
+        ("succeeded", ids["s4"]),
+        ("failed", ids["f"]),
+        ("cancelled", -1),
+    ]
+    retention.begin_anew()
+    sent.clear()
+    drive_sync(retention.prune(), send)
+    assert [pages(state)[0] for state in ("succeeded", "failed", "cancelled")] == [BEGINNING] * 3
+
+
 def test_many_kinds_take_several_statements(
     app: App, hand: Hand, admin: Admin, monkeypatch: pytest.MonkeyPatch
 ) -> None:
