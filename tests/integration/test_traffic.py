@@ -19,7 +19,7 @@ from pgworker.events import JobSettled
 from tests.chaos.proxy import Proxy, proxied
 from tests.chaos.stage import recognize
 from tests.databases import TABLES
-from tests.handles import Hand, running
+from tests.handles import Hand, Recorder, running
 
 Admin = psycopg.Connection[Any]
 
@@ -141,3 +141,48 @@ def test_hints_are_sent_by_no_connection_that_somebody_commits_on_and_are_few(pr
     assert not enqueuing & set(hinting), "a commit of somebody's waits in the line of those who notify"
     assert count(proxy, "insert_events") == 2 * clients * each
     assert len(hinting) <= seconds / 0.01 + 2  # whatever comes within 10 ms goes together
+
+
+@pytest.mark.field("L25")
+async def test_neither_who_enqueues_keyed_jobs_nor_who_finishes_them_notifies_in_what_it_commits(
+    proxy: Proxy, admin: Admin
+) -> None:
+    clients, each = 8, 5
+    app = App(proxy.dsn)
+
+    @app.kind("work", concurrency=20)
+    async def work(job: Job[object]) -> int:
+        return 1
+
+    async def client(number: int) -> None:
+        async with await psycopg.AsyncConnection.connect(proxy.dsn) as connection:
+            await connection.set_isolation_level(psycopg.IsolationLevel.READ_COMMITTED)
+            for turn in range(each):
+                await app.enqueue("work", key=f"theirs {number} {turn}", revision="r", conn=connection)
+                await connection.commit()
+                await app.enqueue("work", key=f"ours {number} {turn}", revision="r")
+
+    seen = Recorder(app)
+    began = time.monotonic()
+    async with app, running(app.worker()):
+        async with anyio.create_task_group() as group:
+            for number in range(clients):
+                group.start_soon(client, number)
+        await seen.count(JobSettled, 2 * clients * each, within=30)
+    seconds = time.monotonic() - began
+    committing = {
+        name: {pid for pid, text in proxy.sent if recognize(name)(text)}
+        for name in ("insert_jobs", "claim_jobs", "finish_jobs")
+    }
+    hinting = [pid for pid, text in proxy.sent if b"pg_notify" in text.lower() or b"notify " in text.lower()[:20]]
+    assert len(committing["insert_jobs"]) > clients  # theirs, and one of ours at least
+    assert committing["claim_jobs"]
+    assert committing["finish_jobs"]
+    assert not set().union(*committing.values()) & set(hinting), "a commit waits in the line of those who notify"
+    # new and done ones, whatever comes within 10 ms goes together; and the listener's questions to itself
+    assert 0 < len(hinting) <= 2 * (seconds / 0.01 + 2) + seconds
+    triggers = (
+        "select t.tgname from pg_trigger t join pg_class c on c.oid = t.tgrelid"
+        " where c.relnamespace = 'pgworker'::regnamespace and not t.tgisinternal"
+    )
+    assert admin.execute(triggers).fetchall() == [], "what it sends is seen by no proxy"
