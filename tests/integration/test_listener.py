@@ -22,8 +22,13 @@ import pytest
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from psycopg.rows import TupleRow
 
+from pgworker import App, Job
+from pgworker.events import JobSettled
 from pgworker.listener import Listener, Wake
 from pgworker.tablemap import TableMap
+from tests.handles import Hand, Recorder
+from tests.handles import running as running_worker
+from tests.integration.test_control import eventually, until_listening
 
 Message: TypeAlias = tuple[bytes, bytes]
 MakeListener: TypeAlias = Callable[..., "Watched"]
@@ -368,6 +373,32 @@ async def test_a_killed_listener_listens_again_pokes_and_wakes(
             await listener.proved.reaches(3)
     assert len(warnings_of(caplog)) == 2  # another trouble is told anew
     assert listener.lost.count == 2
+
+
+@pytest.mark.race(8)
+@pytest.mark.field("L10")
+@pytest.mark.contract("D86")
+async def test_a_job_that_comes_while_a_workers_listener_is_away_runs_once_it_is_back(
+    app: App, hand: Hand, admin: psycopg.Connection[TupleRow]
+) -> None:
+    @app.kind("work", poll=600)
+    async def work(job: Job[object]) -> None: ...
+
+    seen = Recorder(app)
+    async with running_worker(app.worker()):
+        await until_listening(admin)
+        quiet = (  # its looks at the start, one of them for the listener's poke, are over
+            "select max(state_change) < clock_timestamp() - interval '0.5 seconds' from pg_stat_activity"
+            " where application_name = 'pgworker worker' and datname = current_database()"
+        )
+        await eventually(lambda: admin.execute(quiet).fetchone() == (True,))
+        kill = (
+            "select pg_terminate_backend(pid, 10000) from pg_stat_activity"
+            " where application_name = 'pgworker listen' and datname = current_database()"
+        )
+        assert admin.execute(kill).fetchall() == [(True,)]
+        hand.enqueue("k")  # without a hint; and no listener comes back meanwhile, whose thread is this one
+        await seen.count(JobSettled, 1, within=5)  # promised is about a second
 
 
 @pytest.mark.field("L09", "L16")

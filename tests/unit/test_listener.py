@@ -134,7 +134,7 @@ class Scripted(Listener):
     """Its connections come to the ends that the script gives, one after the other."""
 
     def __init__(self, *ends: Exception | Callable[[Listener], None]) -> None:
-        super().__init__("", channel="hints", probe_interval=30, first_delay=0.1, max_delay=2)
+        super().__init__("", channel="hints")
         self._ends = list(ends)
 
     async def _session(self) -> None:
@@ -152,6 +152,7 @@ def hear(listener: Listener) -> None:
     listener._dispatch("p:x")
 
 
+@pytest.mark.contract("D86")
 async def test_pauses_grow_to_a_bound_and_start_anew_once_it_was_heard(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
 
