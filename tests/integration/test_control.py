@@ -22,6 +22,7 @@ from pgworker.queue import JobsRenewals
 from pgworker.statements import Renewal, Statement
 from tests.databases import TABLES
 from tests.handles import Hand, Recorder, result, row, running
+from tests.integration.test_facts import facts
 
 SLOW = Lease.renew(timedelta(seconds=600), timedelta(seconds=200))
 """A lease whose next renewal is not to be waited for."""
@@ -133,7 +134,7 @@ def work_kind(app: App, handlers: Handlers, lease: str, *, concurrency: int = 2)
     """The kind `work`, whose handlers stay inside; with leases of one sort or the other."""
     if lease == "covering":
 
-        @app.kind("work", preset=COVERING, concurrency=concurrency, poll=30.0)
+        @app.kind("work", preset=COVERING, facts="exceptional", concurrency=concurrency, poll=30.0)
         async def covered(job: Job[int]) -> int:
             return await handlers.stay(job)
 
@@ -301,6 +302,8 @@ async def test_a_running_job_that_an_operator_cancels_is_told_at_once(
         assert handlers.told == [("k", "cancel")]
         assert [job.key for job in handlers.inside] == ["other"]
     assert row(admin, "k")["state"] == "cancelled"
+    assert [(fact.what, fact.attempts) for fact in facts(admin)] == [("cancelled", 0)]
+    assert facts(admin, "other") == []
 
 
 @LEASES
@@ -370,11 +373,18 @@ async def test_without_listen_it_is_told_within_a_renewal_or_by_the_look_at_cove
             if how == "superseded":
                 hand.enqueue("k", "r2", 2)
             else:
-                hand.connection.execute("update pgworker.jobs set cancel_requested_at = clock_timestamp()")
+                runner = row(hand.connection, "k")["runner"]
+                assert [await app.cancel("work", key="k"), await app.cancel("work", key="k")] == [1, 0]
             await handlers.until(inside=0)
             cause, event = ("lost", JobLost) if how == "superseded" else ("cancel", JobSettled)
             assert handlers.told == [("k", cause)]
             await seen.count(event, 1)
+            if how == "cancelled":
+                assert row(hand.connection, "k")["state"] == "cancelled"
+                assert [(fact.what, fact.runner, fact.attempts) for fact in facts(hand.connection)] == [
+                    ("cancel_requested", runner, 0),
+                    ("cancelled", runner, 0),
+                ]
 
 
 @pytest.mark.ruling("1.19")
