@@ -1,4 +1,4 @@
-"""A long history costs nothing: what a worker reads from its start to its first finished job, counted in pages."""
+"""A long history costs nothing, be its rows dead or alive: what a worker reads, counted in pages."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ from typing import Any
 import psycopg
 import pytest
 
-from pgworker import App, Job
+from pgworker import App, Job, NewJob
+from pgworker.db import Database
 from pgworker.events import JobSettled
+from pgworker.statements import Statement
 from tests.chaos.processes import until
-from tests.handles import Recorder, running
+from tests.handles import Hand, Recorder, running
+from tests.plans.test_plans import Explainer, claim
 
 Admin = psycopg.Connection[Any]
 
 DONE = 100_000
+DEAD = 4_000
 
 
 def pages_read(admin: Admin) -> int:
@@ -73,3 +77,38 @@ async def test_a_worker_starts_on_a_long_history_as_on_none(app: App, admin: Adm
     assert on_none > 0
     # a page or two more a look-up, as the indexes are deeper; the heap alone of the history has thousands
     assert on_history < on_none + 200
+
+
+@pytest.mark.field("L29")
+async def test_claims_read_no_more_the_longer_somebody_holds_an_old_snapshot(
+    app: App, dsn: str, hand: Hand, admin: Admin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each finished job leaves a dead entry at the beginning of its lane, which no vacuum takes away meanwhile."""
+    keep_vacuum_out(admin)
+    explainer = Explainer(hand.connection)
+    read: list[int] = []
+    run = Database.run
+
+    async def watched(database: Database, statement: Statement[Any], *, within: float = float("inf")) -> Any:
+        if statement.name == "claim_jobs":
+            read.append(explainer.fresh(statement).part("pick").pages)
+        return await run(database, statement, within=within)
+
+    monkeypatch.setattr(Database, "run", watched)
+
+    @app.kind("work", concurrency=10, poll=30.0)
+    async def work(job: Job[object]) -> None: ...
+
+    seen = Recorder(app)
+    with psycopg.connect(dsn) as old:
+        old.isolation_level = psycopg.IsolationLevel.REPEATABLE_READ
+        old.execute("select from pgworker.jobs")
+        hand.enqueue_many([NewJob() for _ in range(DEAD)])
+        async with running(app.worker()):
+            await seen.count(JobSettled, DEAD, within=50)
+        from_the_beginning = explainer.fresh(claim(10)).part("pick").pages
+    tenth = len(read) // 10
+    early, late = sorted(read[:tenth])[tenth // 2], sorted(read[-tenth:])[tenth // 2]
+    assert from_the_beginning > 10 * early, "the dead ones were none: this test would prove nothing"
+    assert late < 3 * early
+    assert sum(read) < 3 * early * len(read)
