@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import anyio
-import anyio.lowlevel
 import psycopg
 from psycopg.errors import QueryCanceled
 
@@ -19,6 +18,8 @@ from pgworker.statements import Due, Statement
 
 _QUICK_SECONDS = 1.0
 """A survey that takes no longer is made together with the others' again."""
+_TIMER_SECONDS = 0.002
+"""By so much an event loop that counts in milliseconds, as uvloop does, may miss the instant of a timer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +76,7 @@ class Surveys:
                 await look.answered.wait()
             else:
                 self._next = look
-                await anyio.lowlevel.checkpoint()  # until here others may join
+                await anyio.sleep(self._spread(queue))  # until here others may join
                 self._next = None
                 await self._ask(look)
         if isinstance(look.error, QueryCanceled) and len(look.queues) > 1:
@@ -84,6 +85,13 @@ class Surveys:
         if look.error is not None:
             raise look.error
         return [due for due in look.dues if due.lane.kind == queue.kind.name]
+
+    def _spread(self, queue: Queue) -> float:
+        """How long to wait for others: where they poll, for all timers of that instant; else for this turn only."""
+        poll = queue.kind.policy.poll.total_seconds()
+        rest = self.until_poll(poll)
+        polls = len(self._latest) > 1 and not _TIMER_SECONDS < rest < poll - _TIMER_SECONDS
+        return 2 * _TIMER_SECONDS if polls else 0.0
 
     async def _look_apart(self, queue: Queue) -> list[Due]:
         began = time.monotonic()
