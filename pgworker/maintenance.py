@@ -21,7 +21,7 @@ from pgworker.tablemap import TableMap
 _log = logging.getLogger("pgworker")
 
 REAP_EVERY = timedelta(seconds=15)
-REPORT_EVERY = timedelta(seconds=7)
+REPORT_EVERY = timedelta(seconds=7.5)
 REPORT_AGAIN = timedelta(seconds=1)
 """After a report that failed: a runner is taken for gone when nothing is heard of it for ten seconds."""
 _SIGN_OFF_SECONDS = 1.0  # a stop must not wait for what is only a courtesy

@@ -32,10 +32,10 @@ from pgworker.tablemap import TableMap
 
 _log = logging.getLogger("pgworker")
 
-PRUNE_EVERY = timedelta(minutes=2)
+PRUNE_EVERY = timedelta(minutes=5)
 _PAGE = 1_000  # rows looked at by one statement, however much there is to do
 _SHARE = 0.04  # of the time, at most, that a process spends on this
-_PASSES_ON = 30  # from where the last one ended; then one from the beginning, for rows that somebody held
+_PASSES_ON = 12  # from where the last one ended; then one from the beginning, for rows that somebody held
 
 
 class Pruned(NamedTuple):
@@ -149,7 +149,7 @@ def _result_shelves(kind: Kind) -> list[Shelf]:
 
 
 async def prune_forever(tables: TableMap, kinds: Sequence[Kind], database: Database) -> None:
-    """Every other minute, let go of what is old, slowly; errors are logged and outwaited."""
+    """Every five minutes, let go of what is old, slowly; errors are logged and outwaited."""
     retention = Retention(tables, kinds)
 
     async def run(statement: Statement[Any]) -> Any:  # noqa: ANN401 - as Flow has it
@@ -160,7 +160,7 @@ async def prune_forever(tables: TableMap, kinds: Sequence[Kind], database: Datab
 
     passes = 0
     # Soon, but after the jobs that wait for a start; and spread, as processes are started together.
-    await anyio.sleep(PRUNE_EVERY.total_seconds() * random.uniform(0.1, 0.5))  # noqa: S311 - spreads, guards nothing
+    await anyio.sleep(PRUNE_EVERY.total_seconds() * random.uniform(0.05, 0.2))  # noqa: S311 - spreads, guards nothing
     while True:
         passes += 1
         if passes % _PASSES_ON == 0:

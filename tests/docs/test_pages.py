@@ -44,7 +44,7 @@ INSTALLS = {
     ("docs/connections.md", "pip install 'sqlalchemy[asyncio]' asyncpg django"),
 }
 
-# Runs at the start of each interpreter: this reader's workers report sooner than after the seven seconds that `status`
+# Runs at the start of each interpreter: this reader's workers report sooner than after the 7.5 seconds that `status`
 # would have to wait for, and who waits for a result looks more often than once a second. The slow test's are patient.
 IMPATIENT = """
 import sys

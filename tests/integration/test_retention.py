@@ -634,8 +634,8 @@ async def test_it_takes_a_few_percent_of_a_processes_time_and_none_of_its_start(
 ) -> None:
     clock = Clock(monkeypatch)
     await clock.forever(kinds(app, "work"))
-    assert clock.did[:6] == [36, "prune_facts", 24, "prune_jobs", 24, 120]
-    assert clock.did[6:11] == ["prune_facts", 24, "prune_jobs", 24, 120]
+    assert clock.did[:6] == [37.5, "prune_facts", 24, "prune_jobs", 24, 300]
+    assert clock.did[6:11] == ["prune_facts", 24, "prune_jobs", 24, 300]
 
 
 async def test_now_and_then_a_pass_begins_at_the_oldest(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -661,7 +661,7 @@ async def test_an_error_is_told_and_outwaited(
 ) -> None:
     clock = Clock(monkeypatch, [TimeoutError(), psycopg.OperationalError("secret")])
     await clock.forever(kinds(app, "work"))
-    assert clock.did[:7] == [36, "prune_facts", "prune_jobs", 120, "prune_facts", 24, "prune_jobs"]
+    assert clock.did[:7] == [37.5, "prune_facts", "prune_jobs", 300, "prune_facts", 24, "prune_jobs"]
     assert [record.message.partition("of=")[2] for record in caplog.records] == [
         "facts error=OperationalError",
         "work error=TimeoutError",
