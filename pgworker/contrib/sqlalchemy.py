@@ -43,8 +43,7 @@ def adapt(conn: object, /) -> Caller | None:
 def _adapt_async(conn: object) -> Caller | None:
     if not any(base.__module__.startswith("sqlalchemy.ext.asyncio") for base in type(conn).__mro__):
         return None
-    # Not above: it needs greenlet, which synchronous users need not have.
-    from sqlalchemy.ext import asyncio  # noqa: PLC0415
+    from sqlalchemy.ext import asyncio  # noqa: PLC0415 - needs greenlet, which synchronous users need not have
 
     match conn:
         case asyncio.AsyncSession():
