@@ -12,13 +12,15 @@ import secrets
 import traceback
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing, asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from itertools import chain
+from math import inf
 from typing import TypeAlias
 
 import anyio
 import psycopg
 from psycopg import sql
+from psycopg.pq import PGnotify
 from psycopg.rows import TupleRow
 
 _log = logging.getLogger(__name__)
@@ -40,20 +42,26 @@ class Wake:
 
     def __init__(self) -> None:
         self._event = anyio.Event()
+        self._hinted = False
 
     def set(self) -> None:
-        """End the current wait, or else the next one."""
+        """A hint: end the current wait, or else the next one."""
+        self._hinted = True
+        self._event.set()
+
+    def ring(self) -> None:
+        """As `set`, but it is only time to look, and no hint."""
         self._event.set()
 
     def clear(self) -> bool:
         """Forget the hints so far, and say whether there were any; whoever waits already has been woken by them."""
-        hinted = self._event.is_set()
-        if hinted:
+        hinted, self._hinted = self._hinted, False
+        if self._event.is_set():
             self._event = anyio.Event()
         return hinted
 
-    async def wait(self, timeout: float) -> bool:  # noqa: ASYNC109 - running out of time is an answer here, not an error
-        """Wait for a hint, at most so many seconds; True if there was one. Cancelling loses no hint."""
+    async def wait(self, timeout: float = inf) -> bool:  # noqa: ASYNC109 - running out of time is an answer here, not an error
+        """Wait to be woken, at most so many seconds; True if that was so. Cancelling loses no hint."""
         event = self._event
         with anyio.move_on_after(timeout):
             await event.wait()
@@ -141,6 +149,7 @@ class Listener:
     async def _session(self) -> None:
         """Connect, listen, poke everyone, then receive and probe; raises when the connection is of no more use."""
         async with self._connect() as connection:
+            connection.pgconn.notify_handler = self._hear  # of those that come with the answer to a statement
             through_pooler = await self._listen(connection)
             try:
                 self._poke_all()  # what was committed before LISTEN took effect was not heard
@@ -193,9 +202,12 @@ class Listener:
 
     async def _receive(self, connection: _Connection, seconds: float) -> None:
         """Hand out notifications for so long; raises as soon as the connection breaks."""
-        async with aclosing(connection.notifies(timeout=seconds)) as notifications:
-            async for notification in notifications:
-                self._dispatch(notification.payload)
+        with anyio.move_on_after(seconds):
+            while True:
+                await anyio.wait_readable(connection.fileno())  # psycopg's own wait looks up ten times a second
+                connection.pgconn.consume_input()
+                while (told := connection.pgconn.notifies()) is not None:
+                    self._hear(told)
 
     async def _unlisten(self, connection: _Connection) -> None:
         """Leave the pooler's own connection as it was, or its next users get what was meant for us.
@@ -204,6 +216,9 @@ class Listener:
         """
         with suppress(psycopg.Error, OSError), anyio.move_on_after(_UNLISTEN_SECONDS, shield=True):
             await connection.execute("unlisten *")
+
+    def _hear(self, told: PGnotify) -> None:
+        self._dispatch(told.extra.decode(errors="replace"))  # anybody may notify, of whatever
 
     def _dispatch(self, payload: str) -> None:
         match payload.partition(":")[0]:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import anyio
 import psycopg
 import pytest
+from psycopg.pq import PGnotify
 
 from pgworker.listener import Listener, Wake, _CannotHearError
 
@@ -181,3 +182,12 @@ async def test_pauses_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LookupError):
         await Scripted(psycopg.OperationalError()).run()
     assert spans == [(0.5, 1.0)]
+
+
+def test_a_payload_that_is_no_text_is_unknown_as_well() -> None:
+    """In a database without an encoding anybody may notify of any bytes."""
+    listener = Listener("", channel="hints")
+    calls: list[str] = []
+    listener.subscribe("mail", lambda: calls.append("mail"))
+    listener._hear(PGnotify(b"hints", 1, b"\xff"))
+    assert calls == ["mail"]
