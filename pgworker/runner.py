@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
+from math import inf
 
 import anyio
 import psycopg
@@ -245,9 +246,8 @@ class Runner:
         """Until a hint comes, the poll is due, or a job that the survey saw in the future is."""
         if taken is None:
             return
-        poll_in = self._shared.surveys.until_poll(self.kind.policy.poll.total_seconds())
-        due_in = poll_in if taken.due_in_seconds is None else taken.due_in_seconds
-        await self.wake.wait(min(poll_in, due_in))
+        due_in = inf if taken.due_in_seconds is None else taken.due_in_seconds
+        await self._shared.polls.wait(self.wake, self.kind.policy.poll.total_seconds(), due_in)
 
     async def _give_back(self, claims: Sequence[Claim], *, delay_seconds: float | None = None) -> None:
         """Release claims that no call has begun; what cannot be written comes back when its lease expires."""

@@ -9,6 +9,7 @@ from pgworker.db import Database, SyncDatabase
 from pgworker.events import Events
 from pgworker.leases import LeaseKeeper
 from pgworker.middleware import Middleware
+from pgworker.polls import Polls
 from pgworker.surveys import Surveys
 from pgworker.tablemap import TableMap
 
@@ -24,6 +25,7 @@ class Shared:
     """For the app's own writes, which may take their time: they must not hold up the runtime's statements."""
     sync_apply_database: SyncDatabase
     surveys: Surveys
+    polls: Polls
     leases: LeaseKeeper
     events: Events
     done: Callable[[str], None]

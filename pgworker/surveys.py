@@ -1,13 +1,13 @@
-"""Looks at the lanes of a process's kinds, those of many in one statement, and says when it is time to poll."""
+"""Looks at the lanes of a process's kinds, those of many in one statement."""
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import anyio
+import anyio.lowlevel
 import psycopg
 from psycopg.errors import QueryCanceled
 
@@ -18,8 +18,6 @@ from pgworker.statements import Due, Statement
 
 _QUICK_SECONDS = 1.0
 """A survey that takes no longer is made together with the others' again."""
-_TIMER_SECONDS = 0.002
-"""By so much an event loop that counts in milliseconds, as uvloop does, may miss the instant of a timer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -35,7 +33,7 @@ class _Look:
 class Surveys:
     """The surveys of one process: whoever asks in the same turn of the event loop shares a statement.
 
-    So a process with fifty idle kinds asks as often as one with a single kind: `until_poll` has them all wake at once.
+    So a process with fifty idle kinds asks as often as one with a single kind: `Polls` has them all wake at once.
     """
 
     def __init__(self, database: Database) -> None:
@@ -45,11 +43,6 @@ class Surveys:
         """By kind, the last answer, and when it was asked for."""
         self._apart: set[str] = set()
         """Kinds whose surveys may take so long that the others must not wait for them."""
-        self._phase = random.random()  # noqa: S311 - processes that were started together shall not poll together
-
-    def until_poll(self, poll: float) -> float:
-        """Seconds to the next poll of a kind that polls so often: at one instant for all that have the same rhythm."""
-        return poll - (time.monotonic() + self._phase * poll) % poll
 
     async def recent(self, queue: Queue, *, within: float) -> list[Due]:
         """As look, if nobody has looked within so many seconds; else what was seen then."""
@@ -76,7 +69,7 @@ class Surveys:
                 await look.answered.wait()
             else:
                 self._next = look
-                await anyio.sleep(self._spread(queue))  # until here others may join
+                await anyio.lowlevel.checkpoint()  # until here others may join
                 self._next = None
                 await self._ask(look)
         if isinstance(look.error, QueryCanceled) and len(look.queues) > 1:
@@ -85,13 +78,6 @@ class Surveys:
         if look.error is not None:
             raise look.error
         return [due for due in look.dues if due.lane.kind == queue.kind.name]
-
-    def _spread(self, queue: Queue) -> float:
-        """How long to wait for others: where they poll, for all timers of that instant; else for this turn only."""
-        poll = queue.kind.policy.poll.total_seconds()
-        rest = self.until_poll(poll)
-        polls = len(self._latest) > 1 and not _TIMER_SECONDS < rest < poll - _TIMER_SECONDS
-        return 2 * _TIMER_SECONDS if polls else 0.0
 
     async def _look_apart(self, queue: Queue) -> list[Due]:
         began = time.monotonic()

@@ -31,6 +31,7 @@ from pgworker.listener import Listener
 from pgworker.maintenance import reap_forever, report_forever, sign_off
 from pgworker.middleware import Middleware
 from pgworker.policy import STORE_TIMEOUT
+from pgworker.polls import Polls
 from pgworker.queue import JobsTable, Queue, RowsQueue
 from pgworker.retention import prune_forever
 from pgworker.runner import Runner, run_to_its_end
@@ -135,6 +136,7 @@ class Worker:
             apply_database,
             sync_apply_database,
             Surveys(database),
+            Polls(),
             leases,
             self._events,
             self._hints.done,

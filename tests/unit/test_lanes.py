@@ -460,39 +460,3 @@ async def test_what_has_just_been_seen_is_not_asked_for_again(monkeypatch: pytes
     now[0] += 0.1
     await surveys.recent(queue("a"), within=15.0)
     assert asked.kinds == [["a"], ["b"], ["a"]]
-
-
-def test_all_that_have_one_rhythm_poll_at_one_instant(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [1000.0]
-    monkeypatch.setattr("pgworker.surveys.time.monotonic", lambda: now[0])
-    surveys = Surveys(cast("Any", None))
-    first = now[0] + surveys.until_poll(1.0)
-    for seconds in (0.1, 0.3, 0.2):
-        now[0] += seconds
-        due_at = now[0] + surveys.until_poll(1.0)
-        assert 0 < due_at - now[0] <= 1.0
-        assert (due_at - first) % 1.0 == pytest.approx(0.0, abs=1e-6) or (due_at - first) % 1.0 == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize(
-    ("rest", "asked_for"),
-    [(0.001, [["a", "b"]]), (0.999, [["a", "b"]]), (0.5, [["a"], ["b"]])],
-    ids=["just before", "just after", "at another time"],
-)
-async def test_timers_of_a_poll_that_fire_a_moment_apart_share_a_statement(
-    monkeypatch: pytest.MonkeyPatch, rest: float, asked_for: list[list[str]]
-) -> None:
-    """Those of uvloop do. Whoever is woken by a hint at another time waits for nobody."""
-    asked = Asked()
-    surveys = Surveys(cast("Any", asked))
-    monkeypatch.setattr(surveys, "until_poll", lambda poll: rest * poll)
-    monkeypatch.setattr("pgworker.surveys._TIMER_SECONDS", 0.1)
-    asked.go_on.set()
-    for kind in "ab":
-        await surveys.look(queue(kind))
-    asked.kinds.clear()
-    async with anyio.create_task_group() as group:
-        group.start_soon(surveys.look, queue("a"))
-        await anyio.sleep(0.001)
-        group.start_soon(surveys.look, queue("b"))
-    assert asked.kinds == asked_for
