@@ -37,6 +37,8 @@ _LOCK_TIMEOUT = "set lock_timeout = '500ms'"
 _NEVER = float("inf")
 _LOST = Renewal("lost", cancel_requested=False)
 _STANDSTILL_SECONDS = 1.0
+_BEAT_EVERY_SECONDS = 0.25
+"""How often the event loop is asked whether it turns, while anything is held: nothing is to be told of an idle one."""
 
 
 @dataclass(slots=True, eq=False)
@@ -104,11 +106,17 @@ def _guard(lease: Lease, sent_at: float) -> float:
 
 
 class LeaseKeeper:
-    """The leases of this process. Any thread may hold and drop; `run` renews and `guard` watches, each in a thread."""
+    """The leases of this process. The event loop holds, any thread drops; `run` renews and `guard` watches, in threads.
 
-    def __init__(self, settings: Settings, *, deadline: timedelta) -> None:
+    `call_soon` has the event loop call something, from another thread.
+    """
+
+    def __init__(
+        self, settings: Settings, *, deadline: timedelta, call_soon: Callable[[Callable[[], None]], object]
+    ) -> None:
         self._settings = settings
         self._deadline = deadline
+        self._call_soon = call_soon
         self._held: set[Held] = set()
         self._verify_asked_at: dict[str, float] = {}
         self._to_verify: set[str] = set()
@@ -117,6 +125,7 @@ class LeaseKeeper:
         self._closed = False
         self._renew_wakes_at = 0.0
         self._guard_wakes_at = 0.0
+        self._next_guard = _NEVER
         self._connection: SyncConnection | None = None
         self._beat_at = time.monotonic()
         self._held_since_beat: dict[str, Lease] = {}
@@ -134,8 +143,11 @@ class LeaseKeeper:
         held = [Held(claim, lease, renewals, guard, ask_at) for claim in claims]
         kind = claims[0].kind
         with self._changed:
+            if not self._held:
+                self._beat_at = time.monotonic()  # the loop turns, and was not asked while nothing was held
             self._held.update(held)
             self._held_since_beat[kind] = lease
+            self._next_guard = min(self._next_guard, guard)
             if sent_at <= self._verify_asked_at.get(kind, -_NEVER):
                 self._verify(kind)  # it was asked for while this claim was under way
             if ask_at < self._renew_wakes_at or guard < self._guard_wakes_at:
@@ -161,13 +173,6 @@ class LeaseKeeper:
         """Renew these leases no more: their jobs are settled, or given up."""
         with self._changed:
             self._held.difference_update(held)
-
-    def beat(self) -> None:
-        """The event loop says that it turns; call this a few times a second."""
-        with self._changed:
-            self._warn_of_standstill()
-            self._beat_at = time.monotonic()
-            self._held_since_beat = {held.claim.kind: held.lease for held in self._held}
 
     def _warn_of_standstill(self) -> None:
         """Once for each standstill that lasts a third of a lease: the handlers beside it stand still as well."""
@@ -204,20 +209,39 @@ class LeaseKeeper:
             self._disconnect()
 
     def guard(self) -> None:
-        """Stop the runs whose lease may have ended, until closed. A thread of its own: run may hang in a dead net."""
+        """Stop the runs whose lease may have ended, until closed. A thread of its own: run may hang in a dead net.
+
+        It watches the event loop as well.
+        """
         with self._changed:
             while not self._closed:
-                now = time.monotonic()
-                for held in [each for each in self._held if each.guard <= now]:
-                    self._held.discard(held)
-                    held.tell("lost")
-                self._guard_wakes_at = min((each.guard for each in self._held), default=_NEVER)
+                self._watch(time.monotonic())
                 self._sleep_until(self._guard_wakes_at)
+
+    def _watch(self, now: float) -> None:
+        if self._held:
+            self._warn_of_standstill()
+            self._call_soon(self._beat)
+        if self._next_guard <= now:
+            self._give_up_late(now)
+        self._guard_wakes_at = min(self._next_guard, now + _BEAT_EVERY_SECONDS if self._held else _NEVER)
+
+    def _give_up_late(self, now: float) -> None:
+        for held in [each for each in self._held if each.guard <= now]:
+            self._held.discard(held)
+            held.tell("lost")
+        self._next_guard = min((each.guard for each in self._held), default=_NEVER)
+
+    def _beat(self) -> None:
+        """The event loop turns."""
+        with self._changed:
+            self._warn_of_standstill()
+            self._beat_at = time.monotonic()
+            self._held_since_beat = {held.claim.kind: held.lease for held in self._held}
 
     def _wait_for_due(self) -> _Asked | None:
         """The leases to ask about now; None when closed."""
         with self._changed:
-            self._warn_of_standstill()  # (once a heartbeat, that is)
             while not self._closed:
                 if asked := self._due(time.monotonic()):
                     return asked

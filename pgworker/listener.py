@@ -63,8 +63,11 @@ class Wake:
     async def wait(self, timeout: float = inf) -> bool:  # noqa: ASYNC109 - running out of time is an answer here, not an error
         """Wait to be woken, at most so many seconds; True if that was so. Cancelling loses no hint."""
         event = self._event
-        with anyio.move_on_after(timeout):
+        if timeout == inf:
             await event.wait()
+        else:
+            with anyio.move_on_after(timeout):
+                await event.wait()
         return event.is_set()
 
 

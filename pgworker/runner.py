@@ -180,10 +180,11 @@ class Runner:
 
     async def _room(self, slots: Slots) -> int:
         """For how many jobs to claim now; meanwhile, what is buffered is given back when the kind is paused."""
-        while True:
-            with anyio.move_on_after(self.kind.policy.poll.total_seconds() if slots.has_buffered else None):
+        while slots.has_buffered:
+            with anyio.move_on_after(self.kind.policy.poll.total_seconds()):
                 return await slots.until_worthwhile()
             await self._look_for_pause()
+        return await slots.until_worthwhile()
 
     async def _look_for_pause(self) -> None:
         asked_at = time.monotonic()

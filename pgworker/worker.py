@@ -45,7 +45,6 @@ _log = logging.getLogger("pgworker")
 _CONNECTIONS = 4
 _SAY_EVERY_SECONDS = 10.0
 _ASK_EVERY_SECONDS = 0.5
-_BEAT_EVERY_SECONDS = 0.25
 _SHORT_LEASE = timedelta(seconds=1)
 
 
@@ -128,7 +127,8 @@ class Worker:
         sync_apply_database = SyncDatabase(
             dsn, "apply", deadline=STORE_TIMEOUT, connections=_CONNECTIONS, keep_plans=False
         )
-        leases = LeaseKeeper(self._settings, deadline=STORE_TIMEOUT)
+        call_soon = asyncio.get_running_loop().call_soon_threadsafe
+        leases = LeaseKeeper(self._settings, deadline=STORE_TIMEOUT, call_soon=call_soon)
         shared = Shared(
             self.name,
             tables,
@@ -189,7 +189,6 @@ class Worker:
         group.start_soon(reap_forever, list(self._queues.values()), shared.surveys, database, wakes)
         group.start_soon(prune_forever, tables, self._kinds, database)
         group.start_soon(listener.run)
-        group.start_soon(_beat_forever, shared.leases)
 
     def _statuses(self) -> Mapping[str, str]:
         return {name: msgspec.json.encode(status).decode() for name, status in self.status().items()}
@@ -250,10 +249,3 @@ def _warn_of_short_leases(kinds: Sequence[Kind]) -> None:
                 "again ends as evicted_too_often kind=%s: give it some seconds",
                 ttl.total_seconds(), kind.name,
             )  # fmt: skip
-
-
-async def _beat_forever(leases: LeaseKeeper) -> None:
-    """Show the lease keeper that the loop is not blocked."""
-    while True:
-        leases.beat()
-        await anyio.sleep(_BEAT_EVERY_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -590,7 +591,8 @@ async def test_a_table_that_somebody_locks_costs_no_lease_in_another(
     admin.execute("create table public.theirs (); grant all on public.theirs to public")
     hand.enqueue_many([NewJob(1, "a", "r"), NewJob(1, "b", "r")])
     told: list[str] = []
-    keeper = LeaseKeeper(app.settings, deadline=STORE_TIMEOUT)
+    call_soon = asyncio.get_running_loop().call_soon_threadsafe
+    keeper = LeaseKeeper(app.settings, deadline=STORE_TIMEOUT, call_soon=call_soon)
     lease = Lease.renew(timedelta(seconds=3), timedelta(seconds=0.2))
     sent_at = time.monotonic()
     ours, theirs = hand.claim(2, ttl_seconds=3)

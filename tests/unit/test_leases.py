@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from itertools import pairwise
@@ -48,7 +48,8 @@ class Bench(LeaseKeeper):
         self.now = 1000.0
         monkeypatch.setattr("pgworker.leases.time", SimpleNamespace(monotonic=lambda: self.now))
         monkeypatch.setattr("pgworker.leases.send_sync", self._send)
-        super().__init__(Settings("", "", TableMap()), deadline=STORE_TIMEOUT)
+        self.loop: list[Callable[[], None]] = []
+        super().__init__(Settings("", "", TableMap()), deadline=STORE_TIMEOUT, call_soon=self.loop.append)
         self.sent: list[tuple[str, dict[str, float | None]]] = []
         self.verdicts: dict[int, Renewal] = {}
         self.errors: dict[str, Exception] = {}
@@ -80,6 +81,15 @@ class Bench(LeaseKeeper):
         if asked := self._due(self.now):
             self._ask(asked)
         return self.sent[so_far:]
+
+    def watch(self) -> float:
+        """One turn of the other thread; returns in how many seconds it makes the next."""
+        self._watch(self.now)
+        return self._guard_wakes_at - self.now
+
+    def turn_the_loop(self) -> None:
+        while self.loop:
+            self.loop.pop()()
 
     def _connected(self) -> SyncConnection:
         if self._connection is None:
@@ -272,3 +282,55 @@ def test_a_verify_wakes_the_thread_only_as_early_as_it_may_look(keeper: Bench, m
     keeper._next_look_at, keeper._renew_wakes_at = 1000.1, 1000.1  # it sleeps until the next look already
     keeper.verify("work")
     assert woken == [1000.0]
+
+
+# --- what watches the event loop ------------------------------------------------------------------------------------
+
+
+def test_the_event_loop_is_left_alone_while_nothing_is_held(keeper: Bench) -> None:
+    assert keeper.watch() == float("inf")
+    assert not keeper.loop
+    held = keeper.take("k1", RENEWED)
+    assert keeper.watch() == pytest.approx(0.25)
+    assert len(keeper.loop) == 1
+    keeper.turn_the_loop()
+    keeper.drop([held])
+    assert keeper.watch() == pytest.approx(held.guard - keeper.now)
+    assert not keeper.loop
+
+
+@pytest.mark.field("L04")
+def test_a_loop_that_stands_still_for_a_third_of_a_lease_is_told_of_once(
+    keeper: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    keeper.now += 1_000  # it was not asked while nothing was held
+    keeper.take("k1", RENEWED, kind="slow")
+    told: list[tuple[float, str]] = []
+
+    def watch(until: float) -> None:
+        while keeper.now < until:
+            keeper.now += keeper.watch()
+            keeper.turn()  # the lease itself is kept
+            told.extend((round(keeper.now - 2_000, 2), record.getMessage()) for record in caplog.records)
+            caplog.clear()
+
+    watch(2_000 + 14)
+    keeper.turn_the_loop()
+    assert [(seconds, text[:34], "kinds=slow:" in text) for seconds, text in told] == [
+        (5.5, "the event loop stands still for 5.", True)
+    ]
+    told.clear()
+    watch(2_000 + 14 + 5)
+    assert told == []
+    watch(2_000 + 14 + 6)
+    assert len(told) == 1
+
+
+def test_what_was_held_long_ago_makes_no_standstill(keeper: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    keeper.drop([keeper.take("k1", RENEWED)])
+    keeper.now += 100
+    keeper.watch()
+    keeper.take("k2", RENEWED)
+    keeper.watch()
+    keeper.turn_the_loop()
+    assert not caplog.records
