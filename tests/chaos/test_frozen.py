@@ -94,7 +94,7 @@ def test_what_a_frozen_process_writes_after_its_lease_is_refused(
     assert sum(change.is_success for change in read(admin)) == 1
 
 
-@pytest.mark.contract("D16")
+@pytest.mark.contract("B9", "D16")
 @pytest.mark.field("L03")
 def test_a_job_ten_leases_long_starts_once(start: Start, dsn: str, admin: Admin) -> None:
     source = """

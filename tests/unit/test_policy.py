@@ -203,12 +203,15 @@ def test_minus_one_means_no_limit_of_attempts_and_evictions() -> None:
     assert (policy.max_attempts, policy.max_evictions) == (None, None)
 
 
+@pytest.mark.contract("B9")
 @pytest.mark.ruling("1.27")
 def test_a_heartbeat_slower_than_a_third_of_the_lease_is_refused() -> None:
-    with pytest.raises(ConfigError, match="a third"):
-        Lease.renew(30 * SECOND, 10.001 * SECOND)
+    for too_slow in (10.001 * SECOND, 30 * SECOND, 31 * SECOND):
+        with pytest.raises(ConfigError, match="a third"):
+            Lease.renew(30 * SECOND, too_slow)
     assert Lease.renew(30 * SECOND, 10 * SECOND).heartbeat == 10 * SECOND
     assert Lease.renew(30 * SECOND).heartbeat == 10 * SECOND
+    assert PRESETS["pool"].lease == Lease(120 * SECOND, 30 * SECOND)
 
 
 @pytest.mark.ruling("1.14", "2.1")
