@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import psycopg
 import pytest
+from psycopg import errors
 
 from pgworker import NewJob
 from pgworker.client import put_jobs
-from pgworker.job import Claim
+from pgworker.job import Claim, State
+from pgworker.operations import cancel_jobs, forget_job, reopen_jobs
 from pgworker.outcome import Settlement, Success
 from pgworker.statements import BEGINNING, FACTS, Lane, finish_jobs, reap_expired, settle_jobs
+from tests.chaos.audit import Change, install, read
+from tests.databases import TABLES
 from tests.handles import Hand, untyped
 
 Admin: TypeAlias = psycopg.Connection[Any]
@@ -164,6 +169,140 @@ def test_a_fact_and_its_change_commit_together(everything: Journalist, admin: Ad
     with everything.hand.connection.transaction(force_rollback=True):
         everything.finish(claim)
     assert facts(admin) == before
+
+
+def nothing(journalist: Journalist) -> None: ...
+
+
+def waits(journalist: Journalist) -> None:
+    journalist.enqueue("r1")
+
+
+def runs(journalist: Journalist) -> Claim:
+    waits(journalist)
+    return journalist.claim()
+
+
+def has_expired(journalist: Journalist) -> None:
+    runs(journalist)
+    journalist.hand.connection.execute("update pgworker.jobs set lease_expires_at = clock_timestamp()")
+
+
+def has_succeeded(journalist: Journalist) -> int:
+    claim = runs(journalist)
+    journalist.finish(claim)
+    return claim.id
+
+
+def has_failed(journalist: Journalist) -> int:
+    claim = runs(journalist)
+    journalist.settle(claim, FAIL)
+    return claim.id
+
+
+def settles(settlement: Settlement) -> Callable[[Journalist, Any], object]:
+    return lambda journalist, claim: journalist.settle(claim, settlement)
+
+
+def reopens(state: State, what: str) -> Callable[[Journalist, Any], object]:
+    return lambda journalist, id_: journalist.hand.send(
+        reopen_jobs(TABLES, "work", [id_], states=[state], what=what, code=None, facts=journalist.level)
+    )
+
+
+def forgets(journalist: Journalist, _: object) -> object:
+    return journalist.hand.send(forget_job(TABLES, "work", "k", facts=journalist.level))
+
+
+def cancels(journalist: Journalist, claim: Claim) -> object:
+    return journalist.hand.send(cancel_jobs(TABLES, "work", [claim.id], facts=journalist.level))
+
+
+STEPS: dict[str, tuple[Callable[[Journalist], Any], Callable[[Journalist, Any], object]]] = {
+    # the fact: what the job is like before, and the step that tells the fact
+    "enqueued": (nothing, lambda journalist, _: journalist.enqueue("r1")),
+    "replaced": (waits, lambda journalist, _: journalist.enqueue("r2")),
+    "superseded": (runs, lambda journalist, _: journalist.enqueue("r2")),
+    "requeued": (has_succeeded, lambda journalist, _: journalist.enqueue("r2")),
+    "claimed": (waits, lambda journalist, _: journalist.claim()),
+    "succeeded": (runs, lambda journalist, claim: journalist.finish(claim)),
+    "retried": (runs, settles(RETRY)),
+    "parked": (runs, settles(PARK)),
+    "released": (runs, settles(RELEASE)),
+    "failed": (runs, settles(FAIL)),
+    "cancelled": (runs, settles(CANCEL)),
+    "evicted": (has_expired, lambda journalist, _: journalist.reap()),
+    "cancel_requested": (runs, cancels),
+    "retry_requested": (has_failed, reopens("failed", "retry_requested")),
+    "rebuild_requested": (has_succeeded, reopens("succeeded", "rebuild_requested")),
+    "forgotten": (has_failed, forgets),
+}
+
+
+def everything_stored(admin: Admin) -> list[Any]:
+    return [
+        admin.execute(f"select * from pgworker.{table} order by 1").fetchall() for table in ("jobs", "results", "facts")
+    ]
+
+
+@pytest.mark.contract("B40")
+@pytest.mark.parametrize("end", ["raises", "is killed"])
+@pytest.mark.parametrize("what", STEPS)
+def test_a_change_whose_fact_cannot_be_written_is_not_made(
+    everything: Journalist, admin: Admin, what: str, end: str
+) -> None:
+    before, step = STEPS[what]
+    given = before(everything)
+    stored = everything_stored(admin)
+    deed = "raise exception 'no'" if end == "raises" else "perform pg_terminate_backend(pg_backend_pid())"
+    admin.execute(
+        f"create function public.fail() returns trigger language plpgsql as $$ begin {deed}; return new; end $$;"
+        "create trigger fail before insert on pgworker.facts for each row"
+        f" when (new.what = '{what}') execute function public.fail()".encode()
+    )
+    with pytest.raises(errors.RaiseException if end == "raises" else psycopg.OperationalError):
+        step(everything, given)
+    assert everything_stored(admin) == stored
+
+
+AFTER = {
+    **dict.fromkeys(("enqueued", "superseded", "requeued", "retried", "parked", "released", "evicted"), "waits"),
+    **dict.fromkeys(("retry_requested", "rebuild_requested"), "waits"),
+    "claimed": "runs",
+    **{state: state for state in ("succeeded", "failed", "cancelled")},
+    "forgotten": "is gone",
+}
+"""What the journal's readers know a job to be after each fact; those that are not here leave it as it was."""
+
+SHOWN = {"ready": "waits", "scheduled": "waits", "running": "runs", "cancelling": "runs", "expired": "runs"}
+
+
+def is_move(change: Change) -> bool:
+    old = (change.old_state, change.old_token, change.old_generation, change.old_cancel_requested)
+    return old != (change.state, change.token, change.generation, change.cancel_requested)
+
+
+@pytest.mark.parametrize("what", [*STEPS, "evicted by a claim"])
+def test_each_move_tells_one_fact_and_the_facts_tell_the_state(everything: Journalist, admin: Admin, what: str) -> None:
+    """Of a kind that keeps all facts. The SQL function, which knows no kind, tells no more than `superseded`."""
+    install(admin)
+    before, step = STEPS.get(what, (has_expired, lambda journalist, _: journalist.claim(0.05)))
+    step(everything, before(everything))
+    moves = [change.txid for change in read(admin) if is_move(change)]
+    by_transaction = admin.execute("select xid::text from pgworker.facts order by id").fetchall()
+    if what == "evicted by a claim":
+        moves.append(moves[-1])  # two at once: from its old owner to a new one
+    assert [xid for (xid,) in by_transaction] == moves
+    state = "is gone"
+    for fact in told(admin):
+        state = AFTER.get(fact, state)
+    (shown,) = admin.execute("select state from pgworker.job_states").fetchone() or ("is gone",)
+    assert SHOWN.get(shown, shown) == state
+
+
+def test_there_is_no_other_fact(admin: Admin) -> None:
+    ((constraint,),) = admin.execute("select pg_get_constraintdef(oid) from pg_constraint where conname = 'facts_what'")
+    assert set(re.findall(r"'(\w+)'", constraint)) == set(STEPS)
 
 
 def _well(journalist: Journalist) -> None:

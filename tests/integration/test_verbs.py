@@ -135,7 +135,7 @@ async def call(app: App, door: str, verb: str, *words: Any, **options: Any) -> A
     return await done if inspect.isawaitable(done) else done
 
 
-@pytest.mark.contract("A55")
+@pytest.mark.contract("A55", "B38")
 @pytest.mark.ruling("2.16")
 @pytest.mark.parametrize("door", ["async", "sync"])
 @pytest.mark.parametrize("chosen", [{"key": "k"}, {"all": True}], ids=["key", "all"])
