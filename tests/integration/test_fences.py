@@ -51,7 +51,7 @@ def expired(admin: Admin, claim: Claim) -> Claim:
     return claim
 
 
-@pytest.mark.contract("A20")
+@pytest.mark.contract("A20", "B48")
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize("broken", [other_id, other_key, other_revision, other_token, no_longer_pending, expired])
 def test_a_write_with_one_broken_fence_part_changes_nothing(
