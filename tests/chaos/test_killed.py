@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pgworker import NewJob
+from pgworker import App, NewJob
 from tests.chaos.audit import Admin, Change, by_job, findings, install, read, told
 from tests.chaos.processes import Start, Worker, put, until, wait_until_ready
 from tests.handles import Hand, hand, row
@@ -168,6 +168,84 @@ async def work(job: Job[object]) -> None:
     assert heir.out.silent(0)
 
 
+DRAINED = """
+@app.kind("work", preset="pool", concurrency=8, poll=0.1, lease=Lease.renew(timedelta(seconds=2)))
+async def work(job: Job[object]) -> str:
+    number = int(job.key.removeprefix("k"))
+    if number % 4 == 3 and STAYS:
+        await asyncio.sleep(3600)
+    if number % 4 == 1 and STAYS:
+        await gate()
+    return job.key
+"""
+"""Of four jobs, one ends when the test says so, and one never; the others, and all of them elsewhere, at once."""
+
+
+@pytest.mark.contract("B76")
+def test_a_worker_that_is_killed_in_its_drain_leaves_each_job_one_completion(
+    start: Start, hand: Hand, admin: Admin
+) -> None:
+    install(admin)
+    enqueue(hand, range(100))
+    dying = start("STAYS = True\n" + DRAINED)
+    until(lambda: (held_by(admin, dying), succeeded(admin)) == (8, 8))
+    dying.stop()
+    living = start("STAYS = False\n" + DRAINED)
+    dying.open_gate()
+    until(lambda: held_by(admin, dying) == 4)
+    dying.kill()
+    until(lambda: succeeded(admin) == 100)
+    living.stop()
+    assert living.wait() == 0
+    completions = "select key, count(*) from pgworker.facts where what = 'succeeded' group by key order by key"
+    assert admin.execute(completions).fetchall() == [(f"k{number:04}", 1) for number in range(100)]
+    by_the_dead = "select count(*) from pgworker.facts where what = 'succeeded' and runner like %s"
+    assert admin.execute(by_the_dead, [f"%:{dying.pid}:%"]).fetchone() == (12,)  # four of them while it drained
+    lost = "select key from pgworker.facts where what = 'evicted' and runner like %s order by key"
+    found = admin.execute(lost, [f"%:{dying.pid}:%"]).fetchall()
+    assert [key for (key,) in found] == ["k0003", "k0007", "k0011", "k0015"]
+    assert not findings(read(admin))
+
+
+CANCELLED = """
+import pgworker.maintenance
+pgworker.maintenance.REAP_EVERY = timedelta(seconds=0.2)
+
+@app.kind("work", poll=0.1, facts="all", lease=Lease.renew(timedelta(seconds=60)))
+async def work(job: Job[object]) -> None:
+    say("began", job.key)
+    await asyncio.sleep(3600)
+"""
+
+
+@pytest.mark.contract("B66")
+def test_a_job_whose_cancel_was_asked_for_ends_unrun_after_its_workers_death(
+    start: Start, dsn: str, admin: Admin
+) -> None:
+    operator = App(dsn)
+    operator.declare("work", facts="all")
+    with operator.sync:
+        operator.sync.enqueue("work", key="k", revision="r")
+        dying = start(CANCELLED)
+        dying.out.expect("began k")
+        dying.freeze()  # so that it hears of nothing
+        assert operator.sync.cancel("work", key="k") == 1
+    dying.kill()
+    heir = start(CANCELLED)
+    wait_until_ready(admin, heir)
+    asked = row(admin, "k")
+    assert (asked["state"], asked["token"] is None, asked["cancel_requested_at"] is None) == ("pending", False, False)
+    admin.execute("update pgworker.jobs set lease_expires_at = clock_timestamp()")
+    until(lambda: row(admin, "k")["state"] != "pending" or row(admin, "k")["lease_epoch"] > 1)
+    ended = row(admin, "k")
+    assert (ended["state"], ended["attempts"], ended["lease_epoch"], ended["token"]) == ("cancelled", 0, 1, None)
+    heir.stop()
+    assert heir.wait() == 0
+    assert heir.out.text == ""
+    told_of_it = admin.execute("select what from pgworker.facts where what <> 'evicted' order by id").fetchall()
+    assert [what for (what,) in told_of_it] == ["enqueued", "claimed", "cancel_requested", "cancelled"]
+
+
 POISON = """
 import pgworker.maintenance
 pgworker.maintenance.REAP_EVERY = timedelta(seconds=0.2)
@@ -229,6 +307,50 @@ async def work(job: Job[object]) -> None:
     started = sorted(line for worker in both for line in worker.out.text.splitlines())
     assert started == sorted(f"started a{number}" for number in range(20))
     assert sorted(late.out.text.splitlines()) == sorted(f"started b{number}" for number in range(20))
+
+
+AT_THE_GATE = """
+@app.kind("work", concurrency=%s, fair=%s)
+async def work(job: Job[object]) -> None:
+    say("started", job.key)
+    await gate()
+"""
+
+
+@pytest.mark.field("L27")
+@pytest.mark.parametrize("fair", [False, True], ids=["by age", "by shares"])
+def test_a_claim_passes_over_jobs_that_run_and_takes_none_of_them(
+    start: Start, dsn: str, admin: Admin, *, fair: bool
+) -> None:
+    """A claim begins at the oldest free job, so that it meets those that run only if they are younger."""
+
+    def put_with_tenant(*keys: str) -> None:
+        """Of one tenant some run and some are free, of the other all run."""
+        put(dsn, *keys)
+        if fair:
+            admin.execute(
+                "update pgworker.jobs set tenant = case when key < 'a4' then 'one' when key < 'b' then 'other'"
+                " else 'one' end where token is null"
+            )
+
+    put_with_tenant(*(f"a{number}" for number in range(7)))
+    busy = start(AT_THE_GATE % (7, fair))
+    for _ in range(7):
+        busy.out.expect("started a")
+    put_with_tenant("b0", "b1")
+    admin.execute("update pgworker.jobs set ready_at = ready_at - interval '1 hour' where token is null")
+    idle = start(AT_THE_GATE % (20, fair))  # which has room for all of them
+    for _ in range(2):
+        idle.out.expect("started b")
+    for worker in (busy, idle):
+        worker.open_gate()
+    until(lambda: succeeded(admin) == 9)
+    for worker in (busy, idle):
+        worker.stop()
+        assert worker.wait() == 0
+    assert sorted(busy.out.text.splitlines()) == [f"started a{number}" for number in range(7)]
+    assert sorted(idle.out.text.splitlines()) == ["started b0", "started b1"]
+    assert admin.execute("select distinct lease_epoch, evictions from pgworker.jobs").fetchall() == [(1, 0)]
 
 
 def finish_all(dsn: str) -> None:

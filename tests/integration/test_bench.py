@@ -78,6 +78,27 @@ def test_every_scenario_runs_and_leaves_nothing_behind(names: tuple[str, ...], m
     assert nothing_is_left(dsn)
 
 
+@pytest.mark.contract("B79")
+def test_throughput_is_reported_beside_that_of_the_floor(make_dsn: MakeDsn, tmp_path: Path) -> None:
+    """Of enqueues one by one and at once, and of claims with their completions."""
+    report = run_bench(make_dsn(), schema=new_schema(), names=["P1", "P4", "P5"], sizes=TINY, limit_seconds=50, say=len)
+    rates = {
+        (result.name, check.what): (check.value or 0, check.floor or 0)
+        for result in report.results
+        for check in result.checks
+        if check.unit == "jobs/s"
+    }
+    assert rates.keys() == {("P1", "rate"), ("P4", "with keys"), ("P4", "events"), ("P5", "16 at once")}
+    assert all(ours > 0 and floor > 0 for ours, floor in rates.values())
+    told = json.loads(json.dumps(to_json(report)))["results"]
+    assert {
+        (name, check["what"]): (check["value"], check["floor"])
+        for name, result in told.items()
+        for check in result["checks"]
+        if check["unit"] == "jobs/s"
+    } == rates
+
+
 def test_what_there_is_no_time_for_is_left_out(make_dsn: MakeDsn) -> None:
     dsn = make_dsn()
     report = run_bench(dsn, schema=new_schema(), names=["P1", "P4"], sizes=TINY, limit_seconds=0, say=len)

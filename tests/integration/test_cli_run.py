@@ -17,7 +17,9 @@ from pgworker import NewJob
 from pgworker.cli import signals
 from tests.chaos.processes import until
 from tests.commandline import APP, Command
+from tests.databases import TABLES
 from tests.handles import hand, result, row
+from tests.integration.test_hints import Ears
 
 Admin: TypeAlias = psycopg.Connection[Any]
 Start: TypeAlias = Callable[..., Command]
@@ -97,6 +99,57 @@ def test_the_first_signal_drains(start: Start, dsn: str, admin: Admin, number: s
     assert sorted(line for line in worker.out.text.splitlines() if "ends" in line) == ["ends a", "ends b"]
     assert [row(admin, key)["state"] for key in "abc"] == ["succeeded", "succeeded", "pending"]
     assert row(admin, "c")["lease_epoch"] == 0
+
+
+SAYS_HOW_IT_ENDS = """
+from pgworker import db, events
+
+async def close(database: db.Database) -> None:
+    say("closes")
+    await closing(database)
+
+closing, db.Database.close = db.Database.close, close
+app.events.subscribe(lambda event: say("written", event.key) if isinstance(event, events.JobSettled) else None)
+app.declare("other")
+
+@app.kind("work", preset="pool", results="notify")
+async def work(job: Job[object]) -> str:
+    say("began", job.key)
+    await gate()
+    await app.enqueue("other", key="last", revision="r")
+    say("ends", job.key)
+    return "done"
+"""
+
+
+@pytest.mark.contract("B77")
+def test_a_stop_drains_then_writes_then_closes_and_ends_well(start: Start, dsn: str, admin: Admin) -> None:
+    put(dsn, "k")
+    before = admin.execute("select clock_timestamp()").fetchone()
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        ears = Ears(connection, TABLES.channel)
+        worker = start(SAYS_HOW_IT_ENDS)
+        worker.out.expect("began k")
+        worker.stop()
+        worker.open_gate()
+        assert worker.wait() == 0
+        heard = ears.payloads_so_far()
+    said = worker.out.text.splitlines()
+    assert said[:4] == ["began k", "ends k", "written k", "closes"]
+    assert set(said[4:]) <= {"closes"}
+    assert {"r:other", "d:work"} <= set(heard)
+    last = worker.log.text.splitlines()[-1]
+    assert last.endswith("worker stopped claimed=1 succeeded=1")
+    stored = result(admin, "k")
+    assert stored is not None
+    assert (stored["value"], row(admin, "last", kind="other")["state"]) == ("done", "pending")
+    assert admin.execute("select count(*) from pgworker.runners").fetchone() == (0,)
+    until(lambda: admin.execute(_SESSIONS_SINCE, before).fetchone() == (0,))  # the server may see it a moment later
+
+
+_SESSIONS_SINCE = """
+select count(*) from pg_stat_activity
+where datname = current_database() and application_name like 'pgworker%%' and backend_start > %s"""
 
 
 @pytest.mark.contract("B33")
