@@ -143,14 +143,14 @@ class LeaseKeeper:
         held = [Held(claim, lease, renewals, guard, ask_at) for claim in claims]
         kind = claims[0].kind
         with self._changed:
-            if not self._held:
-                self._beat_at = time.monotonic()  # the loop turns, and was not asked while nothing was held
+            if was_idle := not self._held:  # the loop was not asked meanwhile, and turns
+                self._beat_at, self._held_since_beat = time.monotonic(), {}
             self._held.update(held)
             self._held_since_beat[kind] = lease
             self._next_guard = min(self._next_guard, guard)
             if sent_at <= self._verify_asked_at.get(kind, -_NEVER):
                 self._verify(kind)  # it was asked for while this claim was under way
-            if ask_at < self._renew_wakes_at or guard < self._guard_wakes_at:
+            if was_idle or ask_at < self._renew_wakes_at or guard < self._guard_wakes_at:
                 self._changed.notify_all()  # else both threads wake in time: most jobs end before they are looked at
         return held
 

@@ -139,7 +139,8 @@ class Listener:
                 "polling goes on. Set PGWORKER_LISTEN_DSN to a direct connection",
                 self._channel,
             )
-        except (psycopg.Error, OSError) as error:
+        except (psycopg.Error, OSError, anyio.BusyResourceError, anyio.ClosedResourceError) as error:
+            # (those of anyio: the app waits for a socket of its own that it has closed, under whose number ours came.)
             # Class and code only: the text of a database error may quote the connection string or values.
             code = error.sqlstate if isinstance(error, psycopg.Error) else None
             self._tell_once(

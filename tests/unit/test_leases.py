@@ -327,10 +327,29 @@ def test_a_loop_that_stands_still_for_a_third_of_a_lease_is_told_of_once(
 
 
 def test_what_was_held_long_ago_makes_no_standstill(keeper: Bench, caplog: pytest.LogCaptureFixture) -> None:
-    keeper.drop([keeper.take("k1", RENEWED)])
+    keeper.drop([keeper.take("k1", Lease.renew(timedelta(seconds=3)), kind="quick")])
     keeper.now += 100
     keeper.watch()
-    keeper.take("k2", RENEWED)
+    keeper.take("k2", RENEWED, kind="slow")
+    keeper.now += 2  # which would be too long for the other kind
     keeper.watch()
     keeper.turn_the_loop()
     assert not caplog.records
+
+
+def test_the_first_lease_after_a_rest_wakes_the_thread_that_watches(
+    keeper: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may sleep until a lease that is gone would have ended, and the other until that was to be renewed."""
+    keeper.drop([keeper.take("k1", RENEWED)])
+    keeper.turn()
+    keeper.watch()
+    keeper._renew_wakes_at = keeper.now + 5
+    woken: list[float] = []
+    monkeypatch.setattr(keeper._changed, "notify_all", lambda: woken.append(keeper.now), raising=False)
+    keeper.now += 1
+    keeper.take("k2", RENEWED)
+    assert woken == [keeper.now]
+    assert keeper.watch() == pytest.approx(0.25)
+    keeper.take("k3", RENEWED)
+    assert len(woken) == 1, "most jobs end before they are looked at"

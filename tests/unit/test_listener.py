@@ -171,6 +171,14 @@ async def test_pauses_grow_to_a_bound_and_start_anew_once_it_was_heard(monkeypat
     assert pauses[17:] == [2]  # but an outage behind it is over sooner
 
 
+async def test_a_socket_whose_number_the_app_waits_for_is_an_outage_and_no_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sleep(_: float) -> None: ...
+
+    monkeypatch.setattr(anyio, "sleep", sleep)
+    with pytest.raises(LookupError):
+        await Scripted(anyio.BusyResourceError("reading from"), anyio.ClosedResourceError(), hear).run()
+
+
 async def test_pauses_are_spread(monkeypatch: pytest.MonkeyPatch) -> None:
     spans: list[tuple[float, float]] = []
 
