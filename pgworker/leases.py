@@ -143,14 +143,14 @@ class LeaseKeeper:
         held = [Held(claim, lease, renewals, guard, ask_at) for claim in claims]
         kind = claims[0].kind
         with self._changed:
-            if was_idle := not self._held:  # the loop was not asked meanwhile, and turns
+            if not self._held:  # the loop was not asked meanwhile, and turns
                 self._beat_at, self._held_since_beat = time.monotonic(), {}
             self._held.update(held)
             self._held_since_beat[kind] = lease
             self._next_guard = min(self._next_guard, guard)
             if sent_at <= self._verify_asked_at.get(kind, -_NEVER):
                 self._verify(kind)  # it was asked for while this claim was under way
-            if was_idle or ask_at < self._renew_wakes_at or guard < self._guard_wakes_at:
+            if ask_at < self._renew_wakes_at or guard < self._guard_wakes_at:
                 self._changed.notify_all()  # else both threads wake in time: most jobs end before they are looked at
         return held
 
@@ -219,12 +219,14 @@ class LeaseKeeper:
                 self._sleep_until(self._guard_wakes_at)
 
     def _watch(self, now: float) -> None:
-        if self._held:
-            self._warn_of_standstill()
-            self._call_soon(self._beat)
+        if not self._held:  # what was known of those that are gone would keep the next from waking this thread
+            self._next_guard = self._guard_wakes_at = _NEVER
+            return
+        self._warn_of_standstill()
+        self._call_soon(self._beat)
         if self._next_guard <= now:
             self._give_up_late(now)
-        self._guard_wakes_at = min(self._next_guard, now + _BEAT_EVERY_SECONDS if self._held else _NEVER)
+        self._guard_wakes_at = min(self._next_guard, now + _BEAT_EVERY_SECONDS)
 
     def _give_up_late(self, now: float) -> None:
         for held in [each for each in self._held if each.guard <= now]:
