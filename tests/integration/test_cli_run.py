@@ -122,7 +122,6 @@ async def work(job: Job[object]) -> str:
 """
 
 
-@pytest.mark.contract("B77")
 def test_a_stop_drains_then_writes_then_closes_and_ends_well(start: Start, dsn: str, admin: Admin) -> None:
     put(dsn, "k")
     before = admin.execute("select clock_timestamp()").fetchone()

@@ -86,7 +86,6 @@ async def test_a_requeue_gives_the_lease_up_and_leaves_nothing_but_its_reason(ap
             await app.notify("work")
 
 
-@pytest.mark.contract("B59")
 @pytest.mark.parametrize(
     "limited",
     [

@@ -29,15 +29,21 @@ Admin: TypeAlias = psycopg.Connection[Any]
 AT_ONCE = Backoff(base=timedelta(milliseconds=1), cap=timedelta(milliseconds=1), jitter="none")
 
 
-@pytest.mark.contract("B2")
-async def test_each_worker_claims_under_a_name_of_its_own(app: App, admin: Admin) -> None:
-    """Two of one process, of which host and process are the same; so those of two processes differ, too."""
+def gated(app: App) -> Gate:
+    """Give the app a kind of the preset whose jobs wait at a gate."""
     gate = Gate()
 
     @app.kind("work", preset="pool")
     async def work(job: Job[int]) -> None:
         await gate.pass_through()
 
+    return gate
+
+
+@pytest.mark.contract("B2")
+async def test_each_worker_claims_under_a_name_of_its_own(app: App, admin: Admin) -> None:
+    """Two of one process, of which host and process are the same; so those of two processes differ, too."""
+    gate = gated(app)
     await app.enqueue_many("work", jobs(4))
     async with running(app.worker()), running(app.worker()):
         await gate.until(4)
@@ -52,12 +58,7 @@ async def test_each_worker_claims_under_a_name_of_its_own(app: App, admin: Admin
 
 @pytest.mark.contract("B3")
 async def test_two_jobs_run_at_a_time(app: App, admin: Admin) -> None:
-    gate = Gate()
-
-    @app.kind("work", preset="pool")
-    async def work(job: Job[int]) -> None:
-        await gate.pass_through()
-
+    gate = gated(app)
     seen = Recorder(app)
     await app.enqueue_many("work", jobs(10))
     async with running(app.worker()):
@@ -72,12 +73,7 @@ async def test_two_jobs_run_at_a_time(app: App, admin: Admin) -> None:
 
 @pytest.mark.contract("B8")
 async def test_a_claim_owns_its_job_for_two_minutes(app: App, admin: Admin) -> None:
-    gate = Gate()
-
-    @app.kind("work", preset="pool")
-    async def work(job: Job[int]) -> None:
-        await gate.pass_through()
-
+    gate = gated(app)
     await app.enqueue("work", 1, key="k")
     async with running(app.worker()):
         await gate.until(1)
