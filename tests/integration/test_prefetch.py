@@ -15,12 +15,12 @@ import psycopg
 import pytest
 
 from pgworker import App, Job, Lease, Pause
-from pgworker.claimer import Claimer, Taken
 from pgworker.ending import Ending
 from pgworker.events import JobLost, JobSettled, RunnerTrouble
 from pgworker.finisher import Finisher
 from pgworker.leases import Held
 from pgworker.operations import pause_kind
+from pgworker.slots import Slots
 from pgworker.worker import Worker
 from tests.handles import Gate, Hand, Recorder, jobs, running
 
@@ -36,21 +36,6 @@ async def until(condition: Callable[[], bool]) -> None:
     with anyio.fail_after(10):
         while not condition():  # noqa: ASYNC110 - a row has no event
             await anyio.sleep(0.01)
-
-
-@pytest.fixture
-def limits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """The claims that were made: for how many jobs, and how many came."""
-    made: list[tuple[int, int]] = []
-    take_round = Claimer.round
-
-    async def noted(self: Claimer, limit: int) -> Taken:
-        taken = await take_round(self, limit)
-        made.append((limit, len(taken.claims)))
-        return taken
-
-    monkeypatch.setattr(Claimer, "round", noted)
-    return made
 
 
 @pytest.mark.ruling("1.15")
@@ -106,10 +91,17 @@ async def test_unwritten_ends_count_for_the_bound(app: App, admin: Admin, monkey
 
 
 @pytest.mark.ruling("1.15")
-async def test_jobs_begin_in_order_and_are_claimed_many_at_a_time(
-    app: App, admin: Admin, limits: list[tuple[int, int]]
-) -> None:
+async def test_jobs_begin_in_order_and_are_claimed_many_at_a_time(app: App, monkeypatch: pytest.MonkeyPatch) -> None:
     called: list[str] = []
+    worthwhile = Slots.until_worthwhile
+    rooms: list[tuple[int, bool]] = []
+
+    async def noted(self: Slots) -> int:
+        room = await worthwhile(self)
+        rooms.append((room, self.has_buffered))
+        return room
+
+    monkeypatch.setattr(Slots, "until_worthwhile", noted)
 
     @app.kind("work", concurrency=3, prefetch=40)
     async def work(job: Job[int]) -> None:
@@ -121,7 +113,10 @@ async def test_jobs_begin_in_order_and_are_claimed_many_at_a_time(
     async with running(app.worker()):
         await seen.count(JobSettled, 200)
     assert called == sorted(called)
-    assert min(limit for limit, _ in limits) >= 20  # never before half of what may be ahead is gone
+    # Never before half of what may be ahead is gone while the slots have something to begin with: if not, a server
+    # that is slow to write what has ended (which takes room until then) does not keep them waiting.
+    assert all(room >= 20 for room, has_buffered in rooms if has_buffered)
+    assert any(has_buffered for _, has_buffered in rooms)
 
 
 @pytest.mark.ruling("1.15")
