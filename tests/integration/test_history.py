@@ -48,16 +48,16 @@ def keep_vacuum_out(admin: Admin) -> None:
         admin.execute(f"alter table {table} set (autovacuum_enabled = off)")
 
 
-async def first_job(app: App, admin: Admin) -> int:
+async def first_job(app: App, admin: Admin, key: str) -> int:
     """Start a worker, let it do one job, stop it; returns how many pages that took.
 
     The least of three times: a machine that is busy adds rounds and reports, which read a few pages each.
     """
     pages: list[int] = []
-    for _ in range(3):
+    for number in range(3):
         before = pages_read(admin)
         seen = Recorder(app)
-        await app.enqueue("work")
+        await app.enqueue("work", key=f"{key} {number}")
         async with running(app.worker()):
             await seen.count(JobSettled, 1)
         await app.close()
@@ -73,13 +73,13 @@ async def test_a_worker_starts_on_a_long_history_as_on_none(app: App, admin: Adm
     async def work(job: Job[object]) -> int:
         return 1
 
-    on_none = await first_job(app, admin)
+    on_none = await first_job(app, admin, "early")
     admin.execute(
         "insert into pgworker.jobs (kind, key, revision, state, finished_at, payload)"
         " select 'work', 'd' || i, 'r', 'succeeded', clock_timestamp(), '{}' from generate_series(1, %s) i",
         [DONE],
     )
-    on_history = await first_job(app, admin)
+    on_history = await first_job(app, admin, "late")
     assert on_none > 0
     # a page or two more a look-up, as the indexes are deeper; the heap alone of the history has thousands
     assert on_history < on_none + 200

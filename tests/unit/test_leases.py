@@ -275,7 +275,7 @@ def test_a_server_that_cannot_be_reached_is_tried_once_for_all_tables(keeper: Be
 @pytest.mark.ruling("1.19")
 def test_a_verify_wakes_the_thread_only_as_early_as_it_may_look(keeper: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     woken: list[float] = []
-    monkeypatch.setattr(keeper._changed, "notify_all", lambda: woken.append(keeper.now), raising=False)
+    monkeypatch.setattr(keeper._changed, "notify_all", lambda: woken.append(keeper.now))
     keeper._renew_wakes_at = float("inf")
     keeper.verify("work")
     assert woken == [1000.0]
@@ -346,7 +346,7 @@ def test_the_first_lease_after_a_rest_wakes_the_thread_that_watches(
     keeper.watch()
     keeper._renew_wakes_at = held.ask_at
     woken: list[float] = []
-    monkeypatch.setattr(keeper._changed, "notify_all", lambda: woken.append(keeper.now), raising=False)
+    monkeypatch.setattr(keeper._changed, "notify_all", lambda: woken.append(keeper.now))
     keeper.now += 1
     keeper.take("k2", RENEWED)
     assert woken == [keeper.now]
