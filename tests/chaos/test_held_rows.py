@@ -63,7 +63,7 @@ async def hold_one_of_many(app: App, dsn: str, admin: Admin, *, lease: float, ho
 
 @pytest.mark.ruling("4.1", "1.1", "1.2")
 async def test_one_row_of_500_held_by_an_open_enqueue(app: App, dsn: str, admin: Admin) -> None:
-    await hold_one_of_many(app, dsn, admin, lease=1.5, hold=2.2)
+    await hold_one_of_many(app, dsn, admin, lease=3, hold=4.4)
 
 
 @pytest.mark.slow
