@@ -300,13 +300,16 @@ class Claimer:
         self._look_at = now + _LOOK_SECONDS
 
     def _due_in(self, *, blind: bool) -> float | None:
-        """In how many seconds something that is known comes due, or what is not known may be looked for."""
+        """In how many seconds something that is known comes due, or what is not known may be looked for.
+
+        At once, if it has come due since the survey: that round's claims have passed over its lane.
+        """
         now = time.monotonic()
-        waits = [due.due_in_seconds for due in self._lanes.dues if due.due_in_seconds is not None]
-        soon = [left for wait in waits if (left := wait - (now - self._asked_at)) > 0]
-        if blind:
-            soon.append(self._may_look_at - now)
-        return max(0.0, min(soon)) if soon else None
+        waits = [due.due_in_seconds for due in self._lanes.dues if not _is_due(due) and due.due_in_seconds is not None]
+        lefts = [wait - (now - self._asked_at) for wait in waits]
+        if not blind:
+            return max(0.0, min(lefts)) if lefts else None
+        return max(0.0, min([self._may_look_at - now, *(left for left in lefts if left > 0)]))
 
     async def _claim(self, preferred: int, limit: int, claims: Sequence[Claim] = ()) -> list[Claim]:
         """Lane after lane until the limit is reached; an error after the first job ends the round, and loses none."""

@@ -169,7 +169,7 @@ async def work(job: Job[object]) -> None:
 
 
 DRAINED = """
-@app.kind("work", preset="pool", concurrency=8, poll=0.1, lease=Lease.renew(timedelta(seconds=2)))
+@app.kind("work", preset="pool", concurrency=8, poll=0.1, lease=Lease.renew(timedelta(seconds=5)))
 async def work(job: Job[object]) -> str:
     number = int(job.key.removeprefix("k"))
     if number % 4 == 3 and STAYS:
@@ -178,7 +178,8 @@ async def work(job: Job[object]) -> str:
         await gate()
     return job.key
 """
-"""Of four jobs, one ends when the test says so, and one never; the others, and all of them elsewhere, at once."""
+"""Of four jobs, one ends when the test says so, and one never; the others, and all of them elsewhere, at once.
+Leases are long enough for a machine that stands still for two seconds."""
 
 
 @pytest.mark.contract("B76")

@@ -335,6 +335,19 @@ async def test_a_job_that_comes_due_is_waited_for_from_when_it_was_seen(
     assert (await claimer.round(1)).due_in_seconds == pytest.approx(2.96)
 
 
+async def test_a_job_that_comes_due_while_the_survey_is_answered_is_looked_for_at_once(
+    claimer: Claimer, clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lane was not due in that round; waiting for the poll would make it late by as much."""
+
+    async def look(*_: object) -> list[Due]:
+        clock[0] += 0.02
+        return [due(OLD, in_seconds=3.0), due(FRESH, in_seconds=0.002)]
+
+    monkeypatch.setattr(Surveys, "look", look)
+    assert (await claimer.round(1)).due_in_seconds == 0
+
+
 # --- surveys --------------------------------------------------------------------------------------------------------
 
 
